@@ -280,10 +280,16 @@ class AsyncEngine:
             waits = params.structured_outputs is not None and not await loop.run_in_executor(
                 None, self.core.intake.has_grammar, params
             )
-            groups = await loop.run_in_executor(
-                self._grammar_threads if waits else None,
-                lambda: make(prompts, params, kind=kind, priority=priority),
-            )
+            try:
+                making = loop.run_in_executor(
+                    self._grammar_threads if waits else None,
+                    lambda: make(prompts, params, kind=kind, priority=priority),
+                )
+            except RuntimeError:  # the threads ended meanwhile
+                with self._changed:
+                    self._check_room(prompts, count)
+                raise
+            groups = await making
         except EngineClosed as error:
             raise _stopped(error) from error
         streams = [Stream(group) for group in groups]

@@ -460,6 +460,10 @@ class EngineConfig:
             )
         checked_choice("scheduling_policy", self.scheduling_policy, get_args(Policy))
         checked_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
+        if self.scheduling_policy != "fcfs" and self.scheduling != "continuous":
+            raise ConfigError(
+                f"scheduling_policy={self.scheduling_policy!r} needs scheduling='continuous', not {self.scheduling!r}"
+            )
         if self.speculative_config is not None:
             SpeculativeConfig.from_options(self.speculative_config)
             if self.scheduling != "continuous":

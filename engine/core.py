@@ -420,6 +420,9 @@ class EngineCore:
     def abandon(self, error: BaseException) -> None:
         """Drop all requests; they are those of the call that is about to raise `error`."""
         self._torn = _STEP
+        for group in self._groups.values():
+            for request in group.requests:
+                self.figures.ended(request)
         self._groups.clear()
         self._changed.clear()
         self._outputs.clear()
@@ -577,6 +580,9 @@ class EngineCore:
         self._settle_drafts(plan)
         for group, requests, logits in beams:
             self._changed += requests
+            self.figures.generation_tokens += len(requests)
+            if not requests[0].output_token_ids:
+                self.figures.prompt_tokens += len(requests[0].prompt_token_ids)
             try:
                 group.advance(requests, logits, self.scheduler)
             except Exception as error:

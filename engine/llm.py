@@ -30,7 +30,7 @@ from .options import documents_options_of, takes_options_of
 from .progress import Progress, UseTqdm
 from .requests.chat import Conversation, as_conversations
 from .requests.intake import as_params, refuse_lora
-from .requests.outputs import RequestOutput
+from .requests.outputs import RequestGroup, RequestOutput
 from .requests.prompts import Prompt, as_prompts
 from .requests.request import InvalidRequest
 from .requests.sampling import RequestOutputKind, SamplingParams
@@ -124,8 +124,9 @@ class LLM:
             EngineClosed: it is closed, or was closed during the call.
         """
         self.core.check_idle("generate")
+        groups = self._groups(prompts, sampling_params, lora_request, priority)
         try:
-            names = self._enqueue(prompts, sampling_params, lora_request, priority)
+            names = self._add(groups)
             finished = self._run(use_tqdm)
         except BaseException as error:
             self.core.abandon(error)
@@ -152,7 +153,7 @@ class LLM:
             InvalidRequest: as for `generate`; no prompt was queued.
             EngineBusy, EngineClosed: as for `generate`.
         """
-        return self._enqueue(prompts, sampling_params, lora_request, priority)
+        return self._add(self._groups(prompts, sampling_params, lora_request, priority))
 
     @exclusive
     def wait_for_completion(self, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
@@ -189,24 +190,27 @@ class LLM:
             self._finished = None
         return finished
 
-    def _enqueue(
+    def _groups(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: object,
         priority: int | Sequence[int] | None,
-    ) -> list[str]:
-        """Queue all prompts, or none; returns their requests' names."""
+    ) -> list[RequestGroup]:
+        """Requests for these prompts, of which none is queued yet."""
         refuse_lora(lora_request)
         listed = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _for_each(listed, "sampling parameters", sampling_params, as_params)
         priorities = _for_each(listed, "priorities", 0 if priority is None else priority)
-        groups = [
+        return [
             self.core.make_group(self.core.new_id(), prompt, param, kind=RequestOutputKind.FINAL_ONLY, priority=rank)
             for prompt, param, rank in zip(listed, params, priorities, strict=True)
         ]
+
+    def _add(self, groups: Sequence[RequestGroup]) -> list[str]:
+        """Queue all of these, or none; returns their names."""
         try:
             for group in groups:
                 self.core.add_group(group)

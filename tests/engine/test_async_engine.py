@@ -27,6 +27,7 @@ from vattn.engine import (
     SamplingParams,
     async_engine,
 )
+from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import ConfigError, VattnError
 
 pytestmark = pytest.mark.slow(1)
@@ -386,6 +387,23 @@ def test_shutdown(timeout: float | None, reason: str, monkeypatch: pytest.Monkey
         assert not engine.dead
         with pytest.raises(VattnError, match="closed"):
             llm.step()
+
+    run(test())
+
+
+def test_a_shutdown_while_a_grammar_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        llm = make_llm()
+        looking, go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(llm.core.intake, "has_grammar", lambda _: (looking.set(), go_on.wait(60), False)[2])
+        engine = AsyncEngine(llm)
+        params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(regex="[a-z]{3}"))
+        adding = asyncio.create_task(engine.add([2, 3], params))
+        await asyncio.to_thread(looking.wait, 60)
+        await engine.shutdown(timeout=0)
+        go_on.set()
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await adding
 
     run(test())
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.tiny_models import make_model, make_prompts
 from vattn.engine import LLM, Counter, EngineClosed, Gauge, Histogram, RequestOutput, SamplingParams, Vector
+from vattn.engine.beam_search import BeamSearchParams
 from vattn.engine.metrics import Buckets
+from vattn.engine.scheduling.record import StepRecord
 
 
 def values(llm: LLM) -> dict[str, float]:
@@ -113,6 +116,35 @@ def test_a_sleep_counts_as_preemptions() -> None:
         outputs = list(finished(llm))
         assert values(llm)["vllm:num_preemptions"] == sum(output.metrics.num_preemptions for output in outputs) == 2
         assert values(llm)["vllm:prompt_tokens"] == 6
+
+
+def test_a_beam_search_counts_its_tokens_and_times() -> None:
+    """Beams are requests that begin in the middle of the search, and have the times of its first one."""
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    with LLM(make_model("llama"), max_model_len=128, memory_budget="4MiB") as llm:
+        llm.beam_search([[5, 6, 7]], params)
+        counts = values(llm)
+        assert counts["vllm:prompt_tokens"] == 3
+        assert counts["vllm:generation_tokens"] == 1 + 5 * 3
+        assert histogram(llm, "vllm:request_queue_time_seconds").sum >= 0
+        first = histogram(llm, "vllm:time_to_first_token_seconds")
+        last = histogram(llm, "vllm:e2e_request_latency_seconds")
+        assert first.count == last.count == 3
+        assert 0 < first.sum < last.sum
+
+
+def test_what_an_interrupt_drops_is_counted() -> None:
+    steps = itertools.count()
+
+    def interrupt(_: StepRecord) -> None:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+
+    with LLM(make_model("llama"), max_model_len=128, memory_budget="4MiB", on_step=interrupt) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6, 7]] * 2, SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+        counts = values(llm)
+        assert counts["vllm:request_success:error"] == counts["vllm:request_prompt_tokens"] == 2
 
 
 def finished(llm: LLM) -> Iterator[RequestOutput]:

@@ -90,6 +90,16 @@ def test_who_does_not_use_the_cache_waits_for_nobody(caching_kv: str) -> None:
     assert computed[0] == 2 * len(PREFIX)
 
 
+def test_a_refused_call_keeps_what_is_cached(caching_kv: str) -> None:
+    with make_llm("llama", caching_kv, max_model_len=200) as llm:
+        run(llm, [PREFIX])
+        cached = run(llm, [PREFIX])[0].num_cached_tokens
+        assert cached
+        with pytest.raises(InvalidRequest):
+            llm.generate([[10**9]], use_tqdm=False)
+        assert run(llm, [PREFIX])[0].num_cached_tokens == cached
+
+
 def test_completions_of_one_prompt_share_it(caching_kv: str) -> None:
     computed = []
     with make_llm("llama", caching_kv, max_num_seqs=4, max_model_len=200) as llm:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, Blocks, Contiguous, KVSource, PackedBatch, Span
+from vattn.cpu import copied
 from vattn.packed.shape import KVShape, LayerShape
 
 _handing: ContextVar[Mapping[nn.Module, LatentAttention]] = ContextVar("_handing", default=MappingProxyType({}))
@@ -75,16 +76,22 @@ class LatentAttention:
         saved = 2 * width - (self._nope + rope + v_head_dim)
         self.expand_from = self._rank * (self._nope + v_head_dim) / saved if saved > 0 else math.inf
         self._v_head_dim = v_head_dim
+        self._packed: tuple[Tensor, Tensor] | None = None
         self.pack()
 
     def pack(self) -> None:
-        """Takes the weights that the module has now."""
+        """Takes the weights that the module has now. Where they lie stays: captured graphs have addresses."""
         sizes = [self._nope, self._v_head_dim]
         weight = self._module.kv_b_proj.weight.detach().view(-1, sum(sizes), self._rank)
         to_keys, to_values = torch.split(weight, sizes, dim=1)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]. Copies, since a product
         # of a batch with a part of the weight is slow: for one row in bfloat16 1015 us where a copy takes 80.
-        self._to_keys, self._to_values = to_keys.contiguous(), to_values.transpose(1, 2).contiguous()
+        packed = copied(to_keys), copied(to_values.transpose(1, 2))
+        if self._packed is None:
+            self._packed = self._to_keys, self._to_values = packed
+            return
+        for mine, now in zip(self._packed, packed, strict=True):
+            mine.copy_(now)
 
     @classmethod
     def of(cls, module: nn.Module, shape: LayerShape) -> LatentAttention | None:

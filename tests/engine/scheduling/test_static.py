@@ -15,7 +15,7 @@ from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
 from vattn.engine.scheduling.scheduler import StepPlan
 from vattn.engine.scheduling.static import StaticScheduler
-from vattn.errors import OutOfPages
+from vattn.errors import ConfigError, OutOfPages
 from vattn.packed import KVShape
 
 BLOCK, LENGTH = 4, 1000
@@ -225,3 +225,8 @@ def test_a_batch_whose_last_request_is_preempted_ends() -> None:
     scheduler.check()
     assert scheduler.kv.available() == scheduler.kv.total()
     assert run(scheduler, scheduler.schedule()) == ["goes on", "next"]
+
+
+def test_static_scheduling_has_no_priorities() -> None:
+    with pytest.raises(ConfigError, match="scheduling_policy='priority' needs scheduling='continuous'"):
+        LLM(make_model("llama"), scheduling="static", scheduling_policy="priority")
