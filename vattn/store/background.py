@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +93,8 @@ class WriteBehind:
         self._changed = threading.Condition()
         self._closing = False
         self._known: set[bytes] = set()
-        self._removing: set[bytes] = set()
+        self._removing: Counter[bytes] = Counter()  # by key, how often that was asked for; changed with the lock
+        self._wrong: list[bytes] = []  # the thread's: what is to be deleted, also what could not be
         self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="vattn store writer", daemon=True)
         self._thread.start()
@@ -136,7 +137,8 @@ class WriteBehind:
     def remove(self, keys: Sequence[bytes]) -> None:
         """Have blocks deleted, those that wait to be written included."""
         self._known.difference_update(keys)
-        self._removing.update(keys)
+        with self._changed:
+            self._removing.update(keys)
         self._add(_Job(removed=tuple(keys)))
 
     def close(self, timeout: float | None = None) -> None:
@@ -164,25 +166,29 @@ class WriteBehind:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closing)
                 if not self._jobs:
-                    return
+                    break
                 job = self._jobs[0]  # stays there until it is done, for `flush`
             try:
                 self._do(job)
             except Exception as error:  # a disk that fails, or files that are not ours: never a reason to stop
                 self._trouble.note(f"a block could not be written: {error}")
             finally:
-                self._removing.difference_update(job.removed)
                 with self._changed:
                     self._jobs.popleft()
                     self._waiting_bytes -= sum(write.num_bytes for write in job.writes)
                     self._changed.notify_all()
+        try:
+            self._delete()
+        except Exception as error:
+            self._trouble.note(f"wrong blocks could not be deleted: {error}")
 
     def _do(self, job: _Job) -> None:
         now = time.time_ns()
-        for key in job.removed:
-            self._store.remove(key)
         left = deque(job.writes)
         try:
+            self._wrong += job.removed
+            if job.removed or not self._trouble.lasts:
+                self._delete()
             while left and not self._trouble.lasts and self._store.put(left[0].block, left[0].parts(), used_ns=now):
                 left.popleft()
         finally:
@@ -190,6 +196,23 @@ class WriteBehind:
             self._known.difference_update([write.block.key for write in left])
         there = self._store.use(job.prefix, used_ns=now)
         self._known.difference_update(job.prefix[there:])
+
+    def _delete(self) -> None:
+        """Deletes wrong blocks. One that cannot be deleted hinders no other, and still counts as being removed."""
+        failures: list[tuple[bytes, Exception]] = []
+        for key in self._wrong:
+            try:
+                self._store.remove(key)
+            except Exception as error:
+                failures.append((key, error))
+            else:
+                with self._changed:
+                    self._removing[key] -= 1
+                    if not self._removing[key]:
+                        del self._removing[key]
+        self._wrong = [key for key, _ in failures]
+        if failures:
+            raise failures[0][1]
 
 
 class Contents:

@@ -158,6 +158,68 @@ def test_what_is_removed_was_not_written_before_it(store: Gated, writer: WriteBe
     assert not writer.knows(block(1).key)
 
 
+def test_what_cannot_be_deleted_hinders_no_other_and_is_tried_again(
+    store: Gated, writer: WriteBehind, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(writer, 0, 1)
+    writer.flush()
+    removed: list[bytes] = []
+
+    def remove(key: bytes) -> None:
+        if key == block(0).key:
+            raise OSError(30, "Read-only file system")
+        removed.append(key)
+        PrefixStore.remove(store, key)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "remove", remove)
+        writer.remove([block(0).key, block(1).key])
+        writer.flush()
+    assert removed == [block(1).key]
+    assert (trouble.errors, trouble.lasts) == (1, True)
+    assert [writer.removes(block(number).key) for number in (0, 1)] == [True, False]
+    trouble._until = 0.0  # a minute later
+    store.gate.clear()
+    put(writer, 0)
+    wait_until(lambda: not writer.removes(block(0).key))
+    assert store.entries() == [], "it is deleted before another is written in its place"
+    store.gate.set()
+    writer.flush()
+    assert len(store.entries()) == 1
+
+
+def test_what_could_not_be_deleted_is_tried_again_at_the_end(
+    store: Gated, writer: WriteBehind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(writer, 0)
+    writer.flush()
+
+    def remove(key: bytes) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "remove", remove)
+        writer.remove([block(0).key])
+        writer.flush()
+    assert len(store.entries()) == 1
+    writer.close()
+    assert store.entries() == []
+
+
+def test_a_block_that_is_to_be_removed_twice_waits_for_the_second_time(store: Gated, writer: WriteBehind) -> None:
+    store.gate.clear()
+    writer.remove([block(0).key])
+    put(writer, 0)
+    writer.remove([block(0).key])
+    put(writer, 1)
+    wait_until(lambda: len(writer._jobs) == 3)
+    assert writer.removes(block(0).key)
+    store.gate.set()
+    wait_until(lambda: not writer.removes(block(0).key))
+    writer.flush()
+    assert [entry.key for entry in store.entries()] == [block(1).key.hex()]
+
+
 def fill(store: PrefixStore, *numbers: int) -> list[Block]:
     for number in numbers:
         store.put(block(number), [bytes([number]) * BYTES])
