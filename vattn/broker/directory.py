@@ -53,6 +53,8 @@ _NUMBER = struct.Struct("<Q")
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 _CHECKSUM_BYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for
+_READ_ONLY = fcntl.F_SEAL_WRITE | _FUTURE_WRITE  # with these its heir could not keep it
 _MOST_BYTES = 2**50
 
 
@@ -126,7 +128,7 @@ class Directory:
     def __init__(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
         try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & (_SEALS | _READ_ONLY) == _SEALS
             head = _HEAD.unpack(os.pread(descriptor, _HEAD.size, 0))
         except (OSError, struct.error):
             raise NoDirectory("the descriptor is not that of a directory") from None

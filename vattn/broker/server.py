@@ -505,7 +505,14 @@ class Broker:
 
     # Prefixes that borrowers share
 
-    def _share(self, borrower: _Borrower, descriptor: int) -> None:
+    def _share(self, borrower: _Borrower, received: int) -> None:
+        # Of an open file of its own: what came may be one that can only be read, or appended to.
+        try:
+            descriptor = os.open(f"/proc/self/fd/{received}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"its directory cannot be opened: {error}") from None
+        finally:
+            os.close(received)
         try:
             directory = OwnDirectory(descriptor)
         except NoDirectory as error:

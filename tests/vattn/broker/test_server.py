@@ -26,6 +26,7 @@ from tests.support.effort import effort
 from tests.support.waiting import SECONDS, wait_until
 from vattn.broker import server
 from vattn.broker.books import Books
+from vattn.broker.directory import Directory, OwnDirectory, Shape
 from vattn.broker.notes import Notes
 from vattn.broker.places import FOLDER_VARIABLE, folder, left_path, socket_path
 from vattn.broker.server import Broker
@@ -175,6 +176,47 @@ def test_what_is_no_memory_is_refused(broker: Broker, tmp_path: Path) -> None:
             os.close(descriptor)
     assert [account.name for account in broker.books.accounts] == ["first"]
     first.close()
+    os.close(file)
+
+
+def directory(seal: int = 0) -> int:
+    """The file of one, with a seal more than it needs."""
+    file = os.memfd_create("a directory", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    with contextlib.closing(OwnDirectory.make(Shape(bytes(32), PAGE, 4, 1, 8))) as made:
+        os.pwrite(file, os.pread(made.fileno(), made.shape.num_bytes, 0), 0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, server._SEALS | fcntl.F_SEAL_GROW | seal)
+    return file
+
+
+def end(broker: Broker, peer: Peer) -> None:
+    """Has the only borrower end, which has published nothing."""
+    (borrower,) = broker._borrowers
+    peer.close()
+    broker._ended(borrower)
+    broker.audit()
+    assert broker._kept == []
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_APPEND])
+def test_a_directory_can_be_written_to_however_it_came(broker: Broker, flags: int) -> None:
+    peer, file = joined(broker)
+    mine = directory()
+    given = os.open(f"/proc/self/fd/{mine}", flags)
+    assert peer.say(encode("share"), given) == []
+    end(broker, peer)
+    with contextlib.closing(Directory(mine)) as left:
+        assert left.ended
+    os.close(given)
+    os.close(file)
+
+
+@pytest.mark.parametrize("seal", [fcntl.F_SEAL_WRITE, 0x10])  # the latter is F_SEAL_FUTURE_WRITE
+def test_a_directory_that_cannot_be_written_to_is_refused(broker: Broker, seal: int) -> None:
+    peer, file = joined(broker)
+    mine = directory(seal)
+    assert [answer["kind"] for answer in peer.say(encode("share"), mine)] == ["refused"]
+    end(broker, peer)
+    os.close(mine)
     os.close(file)
 
 
