@@ -235,12 +235,19 @@ class _Lines:
         """Looks for prefillers, and talks to each of them."""
         talks: dict[Path, asyncio.Task[None]] = {}
         while not self._stopped.is_set():
-            for path in self._paths():
+            for path in self._look():
                 if path not in talks:
                     talks[path] = asyncio.ensure_future(self._talk(path))
                     talks[path].add_done_callback(partial(talks.pop, path))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _LOOK)
+
+    def _look(self) -> list[Path]:
+        """The sockets of prefillers; none while there is no descriptor to look with, or no folder."""
+        try:
+            return [*self._paths()]
+        except (OSError, VattnError):
+            return []
 
     async def _talk(self, path: Path) -> None:
         try:

@@ -19,7 +19,7 @@ import pytest
 from tests.engine.test_shared_prefixes import MAX_TOKENS, MIB, PROMPT, make_llm, meet, run, shares
 from tests.support import brokers, scripts
 from tests.support.tiny_models import expected, make_prompts
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, wait_until
 from vattn.broker import places
 from vattn.engine import LLM, AsyncEngine, SamplingParams
 from vattn.engine.roles import decoder as decoding
@@ -547,6 +547,25 @@ def test_another_engine_is_found_when_it_starts(broker: brokers.Process, caplog:
         with prefiller():
             wait_until(lambda: remote(second).prefillers == 1)
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), ConfigError("the folder cannot be used")])
+def test_who_cannot_look_for_engines_looks_again(
+    broker: brokers.Process, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fail() -> list[Path]:
+        failed.set()
+        raise error
+
+    with prefiller(), decoder() as second:
+        with monkeypatch.context() as failing:
+            failing.setattr(remote(second)._lines, "_paths", fail)
+            assert failed.wait(SECONDS)
+        assert remote(second).prefillers == 1
+        with prefiller():
+            wait_until(lambda: remote(second).prefillers == 2)
 
 
 def test_a_socket_listens_before_decoders_can_see_it(tmp_path: Path) -> None:
