@@ -93,7 +93,9 @@ class StoredPrefixes:
         # Apart, since a full disk can still be read.
         self._troubles = Trouble(store), Trouble(store)
         self._writer = WriteBehind(store, self._troubles[0], most_bytes=MOST_WAITING)
-        self._reader = ReadAhead(store, self._troubles[1], most_bytes=MOST_WAITING, allocate=_room)
+        self._reader = ReadAhead(
+            store, self._troubles[1], most_bytes=MOST_WAITING, allocate=_room, missed=self._writer.miss
+        )
         self._block_bytes = BLOCK_TOKENS * kv.token_bytes
         self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
         self._ancestry = Ancestry()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -367,6 +368,19 @@ def test_files_that_were_changed_are_computed_anew_and_replaced(kv: str, path: P
     assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
     with make_llm(make_model("llama"), path, kv) as llm:
         assert run(llm, PROMPT)[0].num_cached_tokens == whole(len(PROMPT) - 1)
+
+
+@pytest.mark.parametrize("harm", ["deleted", "cut off"])
+def test_blocks_that_left_the_disk_are_written_when_they_are_computed_again(harm: str, path: Path) -> None:
+    with make_llm(make_model("llama"), path) as llm:
+        run(llm, PROMPT)
+        if harm == "deleted":
+            PrefixStore(path).trim(0)
+        else:
+            os.truncate(PrefixStore(path).entries()[-1].path, 300)  # the first of the prefix
+        for cached in (0, whole(len(PROMPT) - 1)):
+            llm.core.kv.evict_prefixes()
+            assert run(llm, PROMPT)[0].num_cached_tokens == cached
 
 
 def test_a_full_disk_stops_nothing(

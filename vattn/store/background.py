@@ -117,6 +117,13 @@ class WriteBehind:
             self._known.clear()
         self._known.update(keys)
 
+    def miss(self, keys: Sequence[bytes]) -> None:
+        """Take it that these blocks are not in the store, but for those that wait to be written."""
+        if not self._known.isdisjoint(keys):
+            with self._changed:
+                waiting = {write.block.key for job in self._jobs for write in job.writes}
+                self._known.difference_update(set(keys) - waiting)
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether a block may wait to be written now; if not, it counts as dropped."""
         if self._waiting_bytes + num_bytes <= self._most_bytes and not self._trouble.lasts and not self._closing:
@@ -131,8 +138,9 @@ class WriteBehind:
             prefix: the keys of its blocks, from the first one on.
             writes: those of them that are new, in order; `has_room` has said so of each.
         """
-        self.learn([write.block.key for write in writes])
-        self._add(_Job(prefix=tuple(prefix), writes=tuple(writes)))
+        with self._changed:  # for `miss`
+            self.learn([write.block.key for write in writes])
+            self._add(_Job(prefix=tuple(prefix), writes=tuple(writes)))
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Have blocks deleted, those that wait to be written included."""
@@ -248,13 +256,23 @@ class ReadAhead:
         most_bytes: of contents that nobody has taken: with more, no further prefix is begun. So there may be as many
             bytes more as one prefix has.
         allocate: makes room for a block's contents.
+        missed: is told the keys of a prefix from the first one on that was looked for and is not there, by any thread.
     """
 
-    def __init__(self, store: PrefixStore, trouble: Trouble, *, most_bytes: int, allocate: Allocate) -> None:
+    def __init__(
+        self,
+        store: PrefixStore,
+        trouble: Trouble,
+        *,
+        most_bytes: int,
+        allocate: Allocate,
+        missed: Callable[[Sequence[bytes]], object] = lambda _: None,
+    ) -> None:
         self._store = store
         self._trouble = trouble
         self._most_bytes = most_bytes
         self._allocate = allocate
+        self._missed = missed
         self._fetches: deque[Fetch] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -277,6 +295,7 @@ class ReadAhead:
         except OSError as error:
             self._trouble.note(f"no block can be looked for: {error}")
             return None
+        self._missed([block.key for block in blocks[there:]])
         if not there:
             return None
         fetch = Fetch(blocks[:there])
@@ -352,6 +371,7 @@ class ReadAhead:
                 if self._store.rejected > rejected:
                     logger.warning("the store %s: a file was cut off or changed; it is deleted", self._store.path)
                 if parts is None:
+                    self._missed([each.key for each in fetch.blocks[index:]])
                     return
                 contents = self._held[block.key] = Contents(parts)
             found = fetch.found

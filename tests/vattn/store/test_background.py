@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,15 @@ def test_blocks_that_others_deleted_are_written_again(store: Gated, writer: Writ
     assert not writer.knows(block(1).key)
 
 
+def test_what_is_missed_is_known_only_while_it_waits_to_be_written(store: Gated, writer: WriteBehind) -> None:
+    put(writer, 0)
+    writer.flush()
+    store.gate.clear()
+    put(writer, 1)
+    writer.miss([block(number).key for number in range(3)])
+    assert [writer.knows(block(number).key) for number in range(3)] == [False, True, False]
+
+
 def test_what_is_removed_was_not_written_before_it(store: Gated, writer: WriteBehind) -> None:
     store.gate.clear()
     put(writer, 0, 1)
@@ -233,6 +243,23 @@ def test_a_prefix_is_read_up_to_the_first_block_that_is_not_there(store: Gated, 
     reader.wait(fetch)
     assert [bytes(each.parts[0]) for each in reader.take(fetch)] == [bytes([0]) * BYTES, bytes([1]) * BYTES]
     assert reader.fetch([block(2), block(3)]) is None
+
+
+def test_what_is_looked_for_and_not_there_is_told(store: Gated, trouble: Trouble) -> None:
+    missed: list[list[int]] = []
+
+    def miss(keys: Sequence[bytes]) -> None:
+        missed.append([int.from_bytes(key) for key in keys])
+
+    reader = ReadAhead(store, trouble, most_bytes=BYTES, allocate=lambda size: memoryview(bytearray(size)), missed=miss)
+    with closing(reader):
+        blocks = [*fill(store, 0, 1, 2), block(3)]
+        path = store.path / f"{block(1).key.hex()}.kv"
+        path.write_bytes(path.read_bytes()[:-1])
+        fetch = reader.fetch(blocks)
+        assert fetch is not None
+        reader.wait(fetch)
+    assert missed == [[3], [1, 2]]
 
 
 def test_a_changed_block_ends_the_prefix(store: Gated, reader: ReadAhead, caplog: pytest.LogCaptureFixture) -> None:
