@@ -41,9 +41,7 @@ struct Pairs : Neighbours<Avx512>, TokenPairs {
   }
 
   // Below the least normal number is 0, as products of pairs have it.
-  static void round(std::byte* at, F x, int count) {
-    Isa::store_halves(at, (__m256i)_mm512_cvtneps_pbh(x), count);
-  }
+  static void round(std::byte* at, F x, int count) { Isa::store_halves(at, (__m256i)_mm512_cvtneps_pbh(x), count); }
 
   static int query_stride(int head_dim) { return head_dim / 2; }
   static int query_gap(int) { return 0; }
