@@ -64,12 +64,12 @@ def run(quick: bool) -> Report:
     for number in range(rounds):
         for kv in turns(BACKENDS, number):
             served[kv].append(through(kv, rate))
-    rows = {kv: [as_row(each, objectives) for each in turns] for kv, turns in served.items()}
+    rows = {kv: [as_row(each, objectives) for each in played] for kv, played in served.items()}
     figures: list[Row] = [
         {"backend": kv, **{column: median(float(row[column]) for row in each) for column in each[0]}}
         for kv, each in rows.items()
     ]
-    latencies = {kv: [timing.e2el for each in turns for timing in each.timings] for kv, turns in served.items()}
+    latencies = {kv: [timing.e2el for each in played for timing in each.timings] for kv, played in served.items()}
     return Report(
         parameters={
             "model": sizes,

@@ -107,12 +107,12 @@ struct Scratch {
   float* scores;           // [rows of a head, kBlock]
   std::uint32_t* weights;  // [rows of a head, kBlock]
   float* sums;             // [rows, sum_stride]
-  float *maximum, *factor, *packed, *rescale;
-  float* total;              // [rows, lanes]
-  std::uint32_t* lanes;      // [num_kv_heads, head_dim, kMaxLanes]; for heads of 4 and more
-  float* zeros;              // [sum_stride]
-  const std::byte** places;  // [5, kBlock]
-  float* scales;             // [2, kBlock]
+  float *maximum, *factor, *packed, *rescale;  // factors of packed queries, and of packed weights
+  float* total;                                // [rows, lanes]
+  std::uint32_t* lanes;                        // [num_kv_heads, head_dim, kMaxLanes]; for heads of 4 and more
+  float* zeros;                                // [sum_stride]
+  const std::byte** places;                    // [5, kBlock]
+  float* scales;                               // [2, kBlock]
 };
 
 // Elements of a row of sums: a multiple of what any kernel lays out together.

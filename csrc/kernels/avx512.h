@@ -96,6 +96,7 @@ struct Avx512 {
       return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
   }
+
   template <Type kType>
   static void narrow(std::byte* at, F x, int count) {
     if constexpr (kType == Type::kFloat32) {

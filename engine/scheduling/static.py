@@ -75,11 +75,6 @@ class StaticScheduler(Scheduler):
             self._end_batch()
         return request
 
-    def preempt_all(self) -> None:
-        """As `Scheduler.preempt_all`; the batch ends."""
-        super().preempt_all()
-        self._end_batch()
-
     def _end_batch(self) -> None:
         for slot in self.finished_slots:
             self.kv.free(slot)
