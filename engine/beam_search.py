@@ -222,7 +222,7 @@ class BeamGroup(RequestGroup):
         child.output_token_ids = beam.output_token_ids.copy()
         child.arrival_number = beam.arrival_number
         child.arrival_time, child.first_scheduled_time = beam.arrival_time, beam.first_scheduled_time
-        child.first_token_time = beam.first_token_time
+        child.first_token_time, child.last_token_time = beam.first_token_time, beam.last_token_time
         if beam.slot is None or not scheduler.fork(beam, child):
             scheduler.queue(child)
         return child

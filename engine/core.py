@@ -297,10 +297,11 @@ class EngineCore:
                 self.figures.preemptions += num_preempted
                 planned = time.monotonic()
                 decode_tokens = plan.num_decode_tokens
-                decoding = sum([entry.request.state is State.DECODING for entry in plan.entries])
                 if plan.entries:
+                    before = [(entry.request, entry.request.last_token_time) for entry in plan.entries]
                     self._compute(plan)
-                    self.figures.stepped(start, time.monotonic(), decoding)
+                    since = [last for request, last in before if last is not None and last != request.last_token_time]
+                    self.figures.stepped(start, time.monotonic(), since)
                 if self._swap is not None and 2 * decode_tokens < plan.num_tokens:
                     self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
             if plan.entries and self.on_step is not None:

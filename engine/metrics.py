@@ -125,20 +125,24 @@ class Figures:
         self._finished: Tally[FinishReason] = Tally()
         self._histograms = {name: Buckets(bounds) for name, bounds in _BOUNDS.items()}
         self._ttfts: deque[float] = deque(maxlen=_TTFTS_KEPT)
-        self._last_end = 0.0
+        self._last_start = self._last_end = 0.0
 
     @property
     def steps(self) -> int:
         """How many computed something."""
         return self._histograms["vattn:step_seconds"].count
 
-    def stepped(self, start: float, end: float, decoding: int) -> None:
-        """Count a step, in `time.monotonic()` seconds; `decoding` requests had a token before it."""
+    def stepped(self, start: float, end: float, since: Sequence[float]) -> None:
+        """Count a step, in `time.monotonic()` seconds; `since` is when each request with a new token had its last."""
         with self._lock:
             self._histograms["vattn:step_seconds"].add(end - start)
-            if decoding:
-                self._histograms["vllm:inter_token_latency_seconds"].add(end - self._last_end, decoding)
-            self._last_end = end
+            latency = self._histograms["vllm:inter_token_latency_seconds"]
+            earlier = [time for time in since if time < self._last_start]  # it was preempted, or had no turn
+            for last in earlier:
+                latency.add(end - last)
+            if len(since) > len(earlier):
+                latency.add(end - self._last_end, len(since) - len(earlier))
+            self._last_start, self._last_end = start, end
 
     def ended(self, request: Request) -> None:
         """Count a request; one without a finish reason fell with the engine."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from bench.harness import claims
 from bench.harness.discovery import Case
-from bench.harness.records import Record, Records, source
+from bench.harness.records import Record, Records, commit, setting, source
 from bench.harness.report import format_cell
 
 _CLAIMS = re.compile(r"(<!-- (?:all )?claims ([\w ]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)
@@ -144,5 +145,11 @@ def _gpu_tables(gpu: Records, parts: Mapping[str, str]) -> str:
 
 
 def _gpu_source(records: Mapping[str, Record]) -> str:
-    """Of the first part that has figures; all ran on the same machine, if not at the same commit."""
-    return next((source(record) for record in records.values() if "failed" not in record), "No part came to its end")
+    """Of all parts that have figures, which ran on one machine, at several commits."""
+    done = sorted((record for record in records.values() if "failed" not in record), key=itemgetter("date"))
+    if not done:
+        return "No part came to its end"
+    commits = list(dict.fromkeys(map(commit, done)))
+    days = list(dict.fromkeys(record["date"][:10] for record in done))
+    at = f"commit {commits[0]}" if len(commits) == 1 else f"commits {', '.join(commits[:-1])} and {commits[-1]}"
+    return f"{setting(done[-1])}, {at}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"

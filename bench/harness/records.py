@@ -79,14 +79,20 @@ def machine(record: Record) -> str:
     return f"{name}, {hardware['cores']} cores"
 
 
-def source(record: Record) -> str:
-    """Where a record comes from, on one line: hardware, versions, commit and day."""
+def setting(record: Record) -> str:
+    """What a record was taken on, on one line: hardware and versions."""
     hardware, torch = record["hardware"], record["versions"]["torch"]
     gpu = ""
     if "gpu" in hardware:
         gpu = f"{hardware['gpu']}, {hardware['gpu_memory_bytes'] / 2**30:.0f} GiB, CUDA {hardware['cuda']}, beside "
-    commit = (record["commit"] or "none")[:10] + (" with changes" if record["dirty"] else "")
-    return (
-        f"{gpu}{machine(record)}, {hardware['memory_bytes'] / 2**30:.0f} GiB, "
-        f"{record['kernel']}, torch {torch}, commit {commit}, {record['date'][:10]}"
-    )
+    return f"{gpu}{machine(record)}, {hardware['memory_bytes'] / 2**30:.0f} GiB, {record['kernel']}, torch {torch}"
+
+
+def commit(record: Record) -> str:
+    """The commit that a record was taken at, shortened."""
+    return (record["commit"] or "none")[:10] + (" with changes" if record["dirty"] else "")
+
+
+def source(record: Record) -> str:
+    """Where a record comes from, on one line: hardware, versions, commit and day."""
+    return f"{setting(record)}, commit {commit(record)}, {record['date'][:10]}"

@@ -20,24 +20,27 @@ _MOST_UNFINISHED = 3  # bytes of a character, each of which some tokenizers show
 class Detokenizer:
     """The text of one output, at a cost per token that does not grow with its length.
 
-    The whole text is `decode` of all tokens at once, up to a stop string and without a character that the last tokens
-    leave unfinished. (If the output of a byte-fallback tokenizer is not valid UTF-8, the number of replacement
-    characters may differ.)
+    The whole text is what all tokens add to `decode` of those `after` which they come, up to a stop string and without
+    a character that the last tokens leave unfinished. (If the output of a byte-fallback tokenizer is not valid UTF-8,
+    the number of replacement characters may differ.)
 
     Args:
         decode: text of a list of tokens.
         stop: texts that end the output.
+        after: tokens before the output, a few; their text ends with a whole character.
         include_stop: the stop string is part of the text.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
+    def __init__(
+        self, decode: Decode, stop: Sequence[str] = (), *, after: Sequence[int] = (), include_stop: bool = False
+    ) -> None:
         self._decode = decode
         self._stop = stop
         self._include_stop = include_stop
         # The first `length` characters of the window's text were handed out, the last ones for tokens before `piece`.
-        self._window: list[int] = []
-        self._piece = 0
-        self._length = 0
+        self._window = list(after)
+        self._piece = len(self._window)
+        self._length = len(decode(self._window)) if after else 0
         self._pending = ""  # the window's text after those, which may end inside a character
         self._held = ""  # what may be the beginning of a stop string
         self._texts: list[str] = []

@@ -95,7 +95,7 @@ class Intake:
                     held_token_ids=held,
                     eos_token_id=self.eos_token_id,
                     prompt=read.text,
-                    detokenizer=self.text.detokenizer(sampling),
+                    detokenizer=self.text.detokenizer(sampling, read.token_ids),
                     grammar=None if grammar is None else grammar.fork(),
                     bad_words_ids=bad_words_ids,
                     parent_id=request_id,

@@ -126,7 +126,8 @@ class Request:
         publishes: whether later requests may find its prefix; its slot was then admitted by the prefix cache.
         scored: whether its next tokens are scored; it waits, perhaps without a slot, for the other beams of its search.
         error: the error behind the `finish_reason` ERROR.
-        arrival_time, first_scheduled_time, first_token_time, finished_time: `time.monotonic()` seconds.
+        arrival_time, first_scheduled_time, first_token_time, last_token_time, finished_time: when, in seconds of
+            `time.monotonic()`.
         num_preemptions: how often it was preempted.
     """
 
@@ -193,6 +194,7 @@ class Request:
         self.arrival_time = time.monotonic()
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
         self.finished_time: float | None = None
         self.num_preemptions = 0
 
@@ -281,8 +283,9 @@ class Request:
         self._go(State.DECODING)
         may_stop = self.may_stop
         self.output_token_ids.append(token_id)
+        self.last_token_time = time.monotonic()
         if self.first_token_time is None:
-            self.first_token_time = time.monotonic()
+            self.first_token_time = self.last_token_time
         stopped = False
         if may_stop and token_id in self.stop_token_ids:
             stopped = True

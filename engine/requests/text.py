@@ -8,9 +8,11 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from .detokenizer import Detokenizer
+from .detokenizer import Decode, Detokenizer
 from .sampling import SamplingParams
 
+_CONTEXTS = (4, 8, 16)  # tokens of a prompt with which an output is decoded: more, where these cut a character
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes it
 _TOKENS_KEPT = 65536  # texts of single tokens, which log probabilities ask for again and again
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback name a byte
@@ -31,6 +33,7 @@ class TokenText:
         self.tokenizer = tokenizer
         self.of_token = functools.lru_cache(maxsize=_TOKENS_KEPT)(self._of_token)
         self.bytes_of = functools.lru_cache(maxsize=_TOKENS_KEPT)(self._bytes_of)
+        self.is_special = functools.lru_cache(maxsize=_TOKENS_KEPT)(self._is_special)
 
     def of(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of several tokens; there must be a tokenizer."""
@@ -41,17 +44,34 @@ class TokenText:
         )
         return cast(str, text)
 
-    def detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
-        """What turns one output into text; None where no text is wanted or possible."""
+    def detokenizer(self, sampling: SamplingParams, after: list[int]) -> Detokenizer | None:
+        """What turns one output into text; None where no text is wanted or possible.
+
+        Args:
+            after: the prompt.
+        """
         if self.tokenizer is None or not sampling.detokenize:
             return None
         decode = functools.partial(self.of, skip_special_tokens=sampling.skip_special_tokens)
-        return Detokenizer(decode, tuple(sampling.stop or ()), include_stop=sampling.include_stop_str_in_output)
+        return Detokenizer(
+            decode,
+            tuple(sampling.stop or ()),
+            after=self._end(after, decode),
+            include_stop=sampling.include_stop_str_in_output,
+        )
+
+    def _end(self, token_ids: list[int], decode: Decode) -> list[int]:
+        """The last tokens, as many as decide about the space before the next one; none if a character is unfinished."""
+        ends = (token_ids[-count:] for count in _CONTEXTS)
+        return next((end for end in ends if not decode(end).endswith("\ufffd")), [])
 
     def _of_token(self, token_id: int) -> str | None:
         if self.tokenizer is None or token_id >= len(self.tokenizer):
             return None
-        return self.of([token_id], skip_special_tokens=False)
+        text = self.of([token_id], skip_special_tokens=False)
+        # Some tokenizers leave out the space before the first word of a text, which this token seldom is.
+        spaced = str(self.tokenizer.convert_ids_to_tokens(token_id)).startswith(_SPACE)
+        return " " + text if spaced and not text.startswith(" ") else text
 
     def _bytes_of(self, token_id: int) -> bytes:
         """A token alone in UTF-8, which may be a part of a character; nothing without a tokenizer."""
@@ -64,3 +84,7 @@ class TokenText:
             if _BYTES.keys() >= set(name):
                 return bytes(_BYTES[character] for character in name)
         return text.encode("utf-8", "replace")
+
+    def _is_special(self, token_id: int) -> bool:
+        """Whether a text without special tokens has nothing of it."""
+        return self.tokenizer is not None and not self.of([token_id, token_id], skip_special_tokens=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -116,17 +117,17 @@ class _Completion:
         index = number * self._n + completion.index
         first = index not in self._begun
         self._begun.add(index)
-        echoes = bool(body.echo) and first
-        text = self._texts[number] + completion.text if echoes else completion.text
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        echo = self._texts[number] if body.echo and first else ""
+        choice: dict[str, Any] = {"index": index, "text": echo + completion.text, "logprobs": None}
         if body.logprobs is not None:
-            pairs: list[tuple[int, Any]] = []
-            if echoes:
-                pairs += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
-            pairs += zip(completion.token_ids, completion.logprobs or (), strict=True)
             if index not in self._logprobs:
-                self._logprobs[index] = TextLogprobs(body.logprobs, self._service.text)
-            choice["logprobs"] = self._logprobs[index].piece(pairs)
+                skips = body.skip_special_tokens is not False
+                self._logprobs[index] = TextLogprobs(body.logprobs, self._service.text, skip_special_tokens=skips)
+            reports = self._logprobs[index]
+            asked = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+            before = reports.prompt(asked, len(echo)) if body.echo and first else {}
+            after = reports.piece(zip(completion.token_ids, completion.logprobs or (), strict=True))
+            choice["logprobs"] = {name: chain(before[name], after[name]) for name in before} or after
         choice |= ending(completion, body)
         return choice | of_prompt(output, body) if first else choice
 

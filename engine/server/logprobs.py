@@ -25,30 +25,50 @@ class TextLogprobs:
     Args:
         count: alternatives to report.
         text: of single tokens.
+        skip_special_tokens: they are not in the text of the output.
     """
 
-    def __init__(self, count: int, text: TokenText) -> None:
+    def __init__(self, count: int, text: TokenText, *, skip_special_tokens: bool) -> None:
         self._count = count
         self._text = text
+        self._skips = skip_special_tokens
         self._offset = 0
         # A character begins where its first token does, however many tokens have parts of it.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def piece(self, tokens: Iterable[tuple[int, Report | None]]) -> dict[str, Iterable[Any]]:
-        """The next tokens, each with its report; None for the first one of a prompt.
+    def prompt(self, tokens: Iterable[tuple[int, Report | None]], length: int) -> dict[str, Iterable[Any]]:
+        """The tokens of a prompt that is shown before the output, as a text of so many characters.
+
+        Each has its report, the first one None.
+        """
+        tokens = list(tokens)
+        *offsets, end = accumulate((self._length(token) for token, _ in tokens), initial=0)
+        # What the tokens have more is what was put before the text: a special token, a space.
+        offsets = [max(0, offset - max(0, end - length)) for offset in offsets]
+        self._offset = length
+        self._characters.reset()
+        return self._piece(tokens, offsets)
+
+    def piece(self, tokens: Iterable[tuple[int, Report]]) -> dict[str, Iterable[Any]]:
+        """The next tokens of the output, each with its report.
 
         Of alternatives with the same text the most probable one is reported.
         """
         tokens = list(tokens)
-        names = [self._text.of_token(token) or "" for token, _ in tokens]
-        lengths = [len(self._characters.decode(self._text.bytes_of(token))) for token, _ in tokens]
+        lengths = (0 if self._skips and self._text.is_special(token) else self._length(token) for token, _ in tokens)
         *offsets, self._offset = accumulate(lengths, initial=self._offset)
+        return self._piece(tokens, offsets)
+
+    def _piece(self, tokens: Sequence[tuple[int, Report | None]], offsets: list[int]) -> dict[str, Iterable[Any]]:
         return {
-            "tokens": names,
+            "tokens": [self._text.of_token(token) or "" for token, _ in tokens],
             "token_logprobs": [None if report is None else _value(report[token]) for token, report in tokens],
             "top_logprobs": (None if report is None else self._top(token, report) for token, report in tokens),
             "text_offset": offsets,
         }
+
+    def _length(self, token: int) -> int:
+        return len(self._characters.decode(self._text.bytes_of(token)))
 
     def _top(self, token: int, report: Report) -> dict[str, float]:
         top: dict[str, float] = {}

@@ -68,7 +68,7 @@ REFUSED = {
     "guided_json": "use response_format",
     "guided_regex": "use response_format",
     "guided_choice": "use response_format",
-    "guided_grammar": "use response_format",
+    "guided_grammar": "use structured_outputs",
     "prompt_embeds": "prompts are text or token ids",
     "mm_processor_kwargs": "the model reads text only",
     "logits_processors": "functions cannot be sent; use logit_bias or allowed_token_ids",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -90,6 +91,20 @@ def test_histograms_are_those_of_the_outputs() -> None:
         steps = histogram(llm, "vattn:step_seconds")
         assert 12 <= steps.count <= 20
         assert steps.sum > 0
+
+
+def test_the_latency_of_a_token_has_the_time_that_its_request_was_preempted() -> None:
+    with LLM(make_model("llama"), max_model_len=128, memory_budget="4MiB") as llm:
+        llm.add_request("a", make_prompts([20])[0], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        for _ in range(4):
+            llm.step()
+        llm.core.scheduler.preempt_last()
+        time.sleep(0.3)
+        while llm.has_unfinished():
+            llm.step()
+        latency = histogram(llm, "vllm:inter_token_latency_seconds")
+        assert latency.count == 7
+        assert latency.sum > 0.3
 
 
 def test_accepted_drafts_are_counted_by_place() -> None:

@@ -190,10 +190,18 @@ class Directory:
         return _native.entry_offsets(self._file, at, size, b"".join(keys), tokens, 8 * self.shape.block_tokens)
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
-        """All entries, with their numbers."""
-        for number in range(min(self._get(_FRESH), self.shape.capacity)):
+        """All entries, with their numbers. Takes as long as there is memory in the file, whatever the file says."""
+        number, end = 0, min(self._get(_FRESH), self.shape.capacity)
+        while number < end:
             if (entry := self.read(number)) is not None:
                 yield number, entry
+                number += 1
+                continue
+            try:
+                written = os.lseek(self._file, self._at(number + 1), os.SEEK_DATA)
+            except OSError:  # nothing is written from here on
+                return
+            number = max(number + 1, (written - self.shape.entries_at) // self.shape.entry_bytes)
 
     def pin(self, number: int, count: int = 1) -> bool:
         """Keeps the pages of so many entries, from this number on, as they are until `unpin` of each; False if their

@@ -185,19 +185,20 @@ class WriteBehind:
                     self._jobs.popleft()
                     self._waiting_bytes -= sum(write.num_bytes for write in job.writes)
                     self._changed.notify_all()
-        try:
-            self._delete()
-        except Exception as error:
-            self._trouble.note(f"wrong blocks could not be deleted: {error}")
+        if (failure := self._delete()) is not None:
+            self._trouble.note(f"wrong blocks could not be deleted: {failure}")
 
     def _do(self, job: _Job) -> None:
         now = time.time_ns()
         left = deque(job.writes)
+        self._wrong += job.removed
+        failure = self._delete() if job.removed or not self._trouble.lasts else None
+        if failure is not None and job.removed:  # of those that failed before it was said
+            self._trouble.note(f"wrong blocks could not be deleted: {failure}")
         try:
-            self._wrong += job.removed
-            if job.removed or not self._trouble.lasts:
-                self._delete()
-            while left and not self._trouble.lasts and self._store.put(left[0].block, left[0].parts(), used_ns=now):
+            while left and not self._trouble.lasts and left[0].block.key not in self._wrong:
+                if not self._store.put(left[0].block, left[0].parts(), used_ns=now):
+                    break
                 left.popleft()
         finally:
             self.dropped += len(left)
@@ -205,8 +206,12 @@ class WriteBehind:
         there = self._store.use(job.prefix, used_ns=now)
         self._known.difference_update(job.prefix[there:])
 
-    def _delete(self) -> None:
-        """Deletes wrong blocks. One that cannot be deleted hinders no other, and still counts as being removed."""
+    def _delete(self) -> Exception | None:
+        """Deletes wrong blocks. One that cannot be deleted hinders nothing else, and still counts as being removed.
+
+        Returns:
+            Why the first of those could not be.
+        """
         failures: list[tuple[bytes, Exception]] = []
         for key in self._wrong:
             try:
@@ -219,8 +224,7 @@ class WriteBehind:
                     if not self._removing[key]:
                         del self._removing[key]
         self._wrong = [key for key, _ in failures]
-        if failures:
-            raise failures[0][1]
+        return failures[0][1] if failures else None
 
 
 class Contents:

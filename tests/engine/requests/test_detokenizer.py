@@ -9,11 +9,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.effort import effort
+from tests.support.tokenizers import byte_fallback, byte_level
+from vattn.engine import SamplingParams
 from vattn.engine.requests.detokenizer import Detokenizer
+from vattn.engine.requests.text import TokenText
 
 TEXTS = [
     "Hello, world .  Two  spaces, a tab\tand a line\n\nend ",
@@ -22,35 +24,6 @@ TEXTS = [
     " leading space",
     "  two leading spaces",
 ]
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    """Every byte is a token, and a few words are."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"he": 256, "hel": 257, "Ġa": 258}
-    merges = [("h", "e"), ("he", "l"), ("Ġ", "a")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-
-
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """As sentencepiece: spaces as ▁, unknown characters as bytes, the first space taken away."""
-    pieces = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "▁Hello",
-        "▁a",
-        *"abcdefghijklmnopqrstuvwxyz,.",
-    ]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {"byte-level": byte_level, "byte-fallback": byte_fallback}
@@ -63,6 +36,29 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 def decoder(tokenizer: PreTrainedTokenizerFast, skip: bool = True) -> Callable[[list[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def test_a_text_goes_on_where_those_before_it_ended(tokenizer: PreTrainedTokenizerFast) -> None:
+    """With the space before its first word, which a tokenizer leaves out at the beginning of a text."""
+    reader = TokenText(tokenizer)
+    for text in TEXTS[:3]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for cut in range(1, len(ids)):
+            before = reader.of(ids[:cut], skip_special_tokens=True)
+            if before.endswith("\N{REPLACEMENT CHARACTER}"):
+                continue
+            detokenizer = reader.detokenizer(SamplingParams(), ids[:cut])
+            assert detokenizer is not None
+            for token in ids[cut:]:
+                detokenizer.push(token)
+            assert before + detokenizer.text() == reader.of(ids, skip_special_tokens=True)
+
+
+def test_single_tokens_have_the_space_that_they_stand_for() -> None:
+    text = TokenText(byte_fallback())
+    ids = byte_fallback()("Hello a b", add_special_tokens=False)["input_ids"]
+    assert "".join(text.of_token(token) or "" for token in ids) == " Hello a b"
+    assert b"".join(map(text.bytes_of, ids)) == b" Hello a b"
 
 
 @pytest.mark.parametrize("text", TEXTS)

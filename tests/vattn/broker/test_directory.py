@@ -11,7 +11,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import pytest
@@ -155,6 +155,16 @@ def test_a_withdrawn_block_is_found_no_more_and_stays_pinned(mine: OwnDirectory)
         assert not mine.remove(number)
         other.unpin(number)
         assert mine.remove(number)
+
+
+def test_a_directory_that_claims_more_entries_than_memory_is_read_at_once() -> None:
+    """Whatever a process says, others spend no more time on it than it spent memory."""
+    with closing(OwnDirectory.make(replace(SHAPE, capacity=2**36))) as made:
+        numbers = [made.add(key(i), TOKENS, [0, PAGE]) for i in range(1, 4)]
+        far = 2**35 + 7
+        made._write(far, key(9), 1, TOKENS, [0, PAGE])
+        os.pwrite(made.fileno(), (2**36).to_bytes(8, "little"), module._FRESH)
+        assert [number for number, _ in made.entries()] == [*numbers, far]
 
 
 def test_there_is_room_for_so_many_entries_and_no_more() -> None:

@@ -185,10 +185,17 @@ def test_what_cannot_be_deleted_hinders_no_other_and_is_tried_again(
         failing.setattr(store, "remove", remove)
         writer.remove([block(0).key, block(1).key])
         writer.flush()
-    assert removed == [block(1).key]
-    assert (trouble.errors, trouble.lasts) == (1, True)
+        assert removed == [block(1).key]
+        assert (trouble.errors, trouble.lasts) == (1, True)
+        trouble._until = 0.0  # a minute later
+        put(writer, 2)
+        put(writer, 0)
+        writer.flush()
+        assert (trouble.errors, trouble.lasts) == (1, False)
+        assert {entry.key for entry in store.entries()} == {block(0).key.hex(), block(2).key.hex()}
+        assert not writer.knows(block(0).key), "it is not written while another has its name"
     assert [writer.removes(block(number).key) for number in (0, 1)] == [True, False]
-    trouble._until = 0.0  # a minute later
+    PrefixStore.remove(store, block(2).key)
     store.gate.clear()
     put(writer, 0)
     wait_until(lambda: not writer.removes(block(0).key))
