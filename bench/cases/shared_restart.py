@@ -27,7 +27,7 @@ from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.pools import serving_pool
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
-from bench.harness.report import Goal, Report, Row
+from bench.harness.report import Goal, Report, Row, Unavailable
 from vattn.engine import LLM
 
 ABOUT = "time to first token of a prompt that is on disk, after engine and broker have ended"
@@ -39,6 +39,8 @@ _CACHED, _DISK = "page cache", "disk"
 
 
 def run(quick: bool) -> Report:
+    if _in_memory(tempfile.gettempdir()):
+        raise Unavailable(f"{tempfile.gettempdir()} is no disk; set TMPDIR to a folder on one")
     sizes = QWEN2 | {"num_hidden_layers": 4, "max_position_embeddings": 16384} | (TINY if quick else {})
     lengths, rounds = ((256,), 1) if quick else ((2048, 8192), 3)
     model = qwen2(**sizes)
@@ -117,6 +119,12 @@ def _engine(model: PreTrainedModel, length: int, store: Path) -> Iterator[LLM]:
     """An engine on the pool of a broker of its own."""
     with serving_pool(_BUDGET) as pool, engine(model, length, kv_pool=pool, kv_store=store) as llm:
         yield llm
+
+
+def _in_memory(folder: str) -> bool:
+    mounts = (line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
+    above = [(len(place), kind) for place, kind in mounts if Path(folder).resolve().is_relative_to(place)]
+    return max(above)[1] in ("tmpfs", "ramfs")
 
 
 def _leave_the_page_cache(folder: Path) -> None:

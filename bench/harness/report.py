@@ -15,6 +15,11 @@ from typing import Any, Literal
 
 Row = dict[str, str | int | float]
 
+
+class Unavailable(Exception):
+    """A benchmark needs something that this machine or environment does not have."""
+
+
 # Torch's threads wait for each other: with one of them descheduled, a copy of 50 us was seen to take 8 or 16 ms, one or
 # two time slices of the scheduler. Medians do not help then, so a run under more foreign load than this is void.
 MAX_FOREIGN_CORES = 0.1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bench.harness.records import Record, Records
@@ -25,6 +27,7 @@ ORDER = tuple(
     for name in dict.fromkeys([*_FIRST, *(name for names in SECTIONS.values() for name in names)])
     if name not in LEFT_OUT
 )
+_GRACE = 5.0  # seconds in which processes end by themselves
 QUICK_MINUTES, MINUTES = 1.5, 9.0  # drawing the page takes the rest of two and of ten
 
 
@@ -68,19 +71,38 @@ def measure(
                 continue
             start, file = time.monotonic(), Path(folder) / f"{name}.json"
             command = [sys.executable, "-m", "bench", name, "--json", str(file), *(["--quick"] if quick else [])]
-            try:
-                done = subprocess.run(
-                    command, cwd=_ROOT, env=os.environ, capture_output=True, text=True, check=False, timeout=left
-                )
-            except subprocess.TimeoutExpired:
+            status, errors = _run(command, left)
+            if status is None:
                 _say("stopped: out of time")
                 continue
-            if done.returncode:
-                _say(f"failed:\n{done.stderr[-2000:]}")
+            if status:
+                _say(f"failed:\n{errors[-2000:]}")
                 continue
             found[name] = json.loads(file.read_text())
             _say(f"{time.monotonic() - start:.0f} s")
     return found
+
+
+def _run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """The exit status of a command, and what it wrote to stderr.
+
+    After so many seconds it is stopped with all processes that it has started, and the status is None.
+    """
+    with subprocess.Popen(
+        command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=seconds)
+            return process.returncode, errors
+        except BaseException as error:
+            for sign in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, sign)
+                with suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_GRACE)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, ""
+            raise
 
 
 def _say(text: str, end: str = "\n") -> None:

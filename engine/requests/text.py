@@ -69,9 +69,10 @@ class TokenText:
         if self.tokenizer is None or token_id >= len(self.tokenizer):
             return None
         text = self.of([token_id], skip_special_tokens=False)
-        # Some tokenizers leave out the space before the first word of a text, which this token seldom is.
-        spaced = str(self.tokenizer.convert_ids_to_tokens(token_id)).startswith(_SPACE)
-        return " " + text if spaced and not text.startswith(" ") else text
+        if str(self.tokenizer.convert_ids_to_tokens(token_id)).startswith(_SPACE):
+            # Some tokenizers leave out a space at the beginning of a text, where this token seldom is.
+            text = self.of([token_id, token_id], skip_special_tokens=False)[len(text) :]
+        return text
 
     def _bytes_of(self, token_id: int) -> bytes:
         """A token alone in UTF-8, which may be a part of a character; nothing without a tokenizer."""

@@ -35,6 +35,29 @@ def test_all_runs_every_case_in_a_process_and_says_which_failed(
     assert ran == [["step"], ["decode"]]
 
 
+def test_what_cannot_run_here_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("VATTN_VLLM_PYTHON", raising=False)
+    assert main(["plugin", "--quick"]) == 2
+    assert "not measured: set VATTN_VLLM_PYTHON" in capsys.readouterr().err
+
+    def fake(arguments: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(arguments, returncode=2 * ("plugin" in arguments))
+
+    monkeypatch.setattr(command.subprocess, "run", fake)
+    assert main(["plugin", "step"]) == 0
+    assert capsys.readouterr().err == "not measured: plugin\n"
+
+
+def test_one_record_may_go_to_a_folder_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    monkeypatch.setattr(command, "run", lambda case, *, quick, file: files.append(file) or 0)
+    assert main(["step", "--json", str(tmp_path)]) == 0
+    assert main(["step", "--json", str(tmp_path / "new.json")]) == 0
+    assert files == [tmp_path / "step.json", tmp_path / "new.json"]
+
+
 def test_several_records_go_to_a_folder_each_as_its_benchmark_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,10 @@ def test_the_command_compares_files_folders_and_commits(
     assert main(["compare", a, b]) == 1
     assert "not compared: a record of 'step' is from a quick run" in (said := capsys.readouterr().out)
     assert "step ms: 1.50 times the cost" in said
+    (tmp_path / "b" / "here" / "decode.json").write_text(json.dumps(_record()))
+    assert main(["compare", a, b]) == 2, "nothing got worse, as far as it can be compared"
+    assert "0 columns got worse by more than 5 %; 1 of 2 records could not be compared" in capsys.readouterr().out
+    (tmp_path / "b" / "here" / "decode.json").write_text(json.dumps(_scaled(_record(), step_ms=1.5)))
     # A repository of two commits.
     for side, commit in (("a", "one"), ("b", "two")):
         target = tmp_path / "project" / "bench" / "results" / "here"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -24,6 +23,7 @@ from bench.harness.report import Goal, Report, format_cell
 from bench.report import accountant, drawing, measuring, page, peers
 from bench.report.sections import PUBLISHED, SECTIONS
 from tests.support.effort import effort
+from tests.support.waiting import wait_until
 from vattn.model_shapes import find_shape
 from vattn.plan import PAGE_SIZES, plan
 from vattn.units import format_bytes
@@ -361,18 +361,27 @@ def test_the_command_writes_the_page(
         main(["report", "--records-only", "--quick"])
 
 
+def test_a_run_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {child}; echo why >&2; wait"
+    assert measuring._run(["bash", "-c", script], 1.0) == (None, "")
+    number = int(child.read_text())
+    wait_until(lambda: not Path(f"/proc/{number}").exists())
+    assert measuring._run(["bash", "-c", "echo why >&2; exit 3"], 20.0) == (3, "why\n")
+
+
 def test_a_run_that_fails_or_hangs_does_not_cost_the_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fake(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def fake(command: list[str], seconds: float) -> tuple[int | None, str]:
         name = command[command.index("bench") + 1]
         if name == "hangs":
-            raise subprocess.TimeoutExpired(command, options["timeout"])
+            return None, ""
         if name != "fails":
             Path(command[command.index("--json") + 1]).write_text(json.dumps({"name": name, "argv": command[-1]}))
-        return subprocess.CompletedProcess(command, returncode=int(name == "fails"), stderr="why it failed")
+        return int(name == "fails"), "why it failed"
 
-    monkeypatch.setattr(measuring.subprocess, "run", fake)
+    monkeypatch.setattr(measuring, "_run", fake)
     measured = measuring.measure(quick=True, names=("first", "fails", "hangs", "last"), expected={"last": 1e9})
     assert measured == {name: {"name": name, "argv": "--quick"} for name in ("first", "last")}
     said = capsys.readouterr().err

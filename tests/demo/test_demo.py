@@ -36,8 +36,8 @@ def test_every_answer_of_the_queue_ends_by_itself_and_lengths_differ_widely() ->
 
 @pytest.mark.slow(7)
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("budget", [run.BUDGET, pytest.param("1GiB", marks=pytest.mark.long)])
-def test_by_default_virtual_needs_hardly_more_memory_than_paged(budget: str) -> None:
+@pytest.mark.parametrize("budget", [run.TOKENS * 2560, pytest.param(2**30, marks=pytest.mark.long)])
+def test_by_default_virtual_needs_hardly_more_memory_than_paged(budget: int) -> None:
     """The whole queue of the demo, without an option for layout or pages."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "demo" / "model", dtype=torch.float32)
     done = sides.run(

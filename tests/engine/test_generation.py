@@ -138,7 +138,7 @@ def test_stop_strings_cross_tokens(kv: str) -> None:
     prompt = next(prompt for prompt in make_prompts([20] * 9) if min(expected("llama", prompt, 8)) > 9)
     words = [f"w{token}" for token in expected("llama", prompt, 8)]
     stop = f"{words[2][1:]} {words[3][:2]}"  # from inside the third word into the fourth
-    text = " ".join(words)
+    text = "".join(f" {word}" for word in words)
     cut = text.index(stop)
     with make_llm(kv) as llm:
         plain = generate(llm, prompt, stop=["nothing", stop])
@@ -151,8 +151,8 @@ def test_stop_strings_cross_tokens(kv: str) -> None:
         assert (completion.text, completion.finish_reason, completion.stop_reason) == (want, "stop", stop)
         assert len(completion.token_ids) == 4
     assert (late.outputs[0].text, late.outputs[0].finish_reason) == (text, "length")
-    assert token.outputs[0].text == " ".join(words[:3])
-    assert token_kept.outputs[0].text == " ".join(words[:4])
+    assert token.outputs[0].text == "".join(f" {word}" for word in words[:3])
+    assert token_kept.outputs[0].text == "".join(f" {word}" for word in words[:4])
     assert token.outputs[0].stop_reason == int(words[3][1:])
 
 

@@ -23,6 +23,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),
         "▁",
+        "▁▁",
         "▁Hello",
         "▁a",
         *"abcdefghijklmnopqrstuvwxyz,.",

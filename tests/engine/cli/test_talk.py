@@ -46,7 +46,7 @@ def test_chat_line_by_line(
     captured = capsys.readouterr()
     first = [token for token in expected("llama", [3, 5, 6], 4) if token > 1]
     second = [token for token in expected("llama", [3, 5, 6, *first, 7, 8], 4) if token > 1]
-    assert captured.out.splitlines() == [" ".join(f"w{token}" for token in answer) for answer in (first, second)]
+    assert captured.out.splitlines() == ["".join(f" w{token}" for token in answer) for answer in (first, second)]
     assert "maximum context length is 64" in captured.err
 
 
@@ -64,7 +64,7 @@ def test_complete_line_by_line(
 
 
 def continued(prompt: list[int]) -> str:
-    return " ".join(f"w{token}" for token in expected("llama", prompt, 4) if token > 1)
+    return "".join(f" w{token}" for token in expected("llama", prompt, 4) if token > 1)
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(

@@ -59,6 +59,7 @@ def test_single_tokens_have_the_space_that_they_stand_for() -> None:
     ids = byte_fallback()("Hello a b", add_special_tokens=False)["input_ids"]
     assert "".join(text.of_token(token) or "" for token in ids) == " Hello a b"
     assert b"".join(map(text.bytes_of, ids)) == b" Hello a b"
+    assert text.of_token(int(byte_fallback().convert_tokens_to_ids("▁▁"))) == "  "
 
 
 @pytest.mark.parametrize("text", TEXTS)
