@@ -375,7 +375,8 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """What this engine has counted so far and holds now, under vLLM's names.
 
-        They are `Counter`s, `Vector`s, `Gauge`s and `Histogram`s; a server's `/metrics` has the same counts.
+        They are `Counter`s, `Vector`s, `Gauge`s and `Histogram`s; a server's `/metrics` has the same, without
+        `vllm:engine_sleep_state`.
 
         Raises:
             EngineBusy, EngineClosed: as for `generate`.
