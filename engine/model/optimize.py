@@ -23,12 +23,15 @@ import copy
 import ctypes
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -136,8 +139,9 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
 
     Args:
         model: in eval mode, and `supported`.
-        keep_weights: keep the original weights beside the packed ones. False frees them; the model is then good only
-            for inference with the packed ones, and what this returns must not be called.
+        keep_weights: keep the original weights beside the packed ones. False frees them, unless the model reads them
+            by itself; it is then good only for inference with the packed ones, and what this returns must not be
+            called.
     """
     faster: dict[nn.Module, Callable[..., Any]] = {}
     inside: set[nn.Module] = set()  # linear layers whose weights those have, and which they do not call
@@ -182,13 +186,47 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
         restore()
         raise
     if not keep_weights:
-        packed = {*faster, *inside}
-        others = {id(p) for m in model.modules() if m not in packed for p in m.parameters(recurse=False)}
-        for module in packed:
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in others:
-                    parameter.data = parameter.data.new_empty(0)
+        _free(model, {*faster, *inside})
     return Optimized(restore, parts.pack)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which objects torch's functions are given, and of which attributes are read.
+
+    Attributes:
+        ids: of these objects.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.ids.update(map(id, tree_leaves((args, kwargs))))
+        return func(*args, **(kwargs or {}))
+
+
+def _free(model: PreTrainedModel, packed: set[nn.Module]) -> None:
+    """Frees the parameters of packed linear layers, except those that other modules have, too, or that are read.
+
+    A router may multiply by the weight of its layer in float32, and not call the layer. A short example reads, and has
+    most experts idle: what it reads of one layer or expert is kept in all of them.
+    """
+    with _Reads() as reads:
+        _example(model)
+    parameters = [
+        (re.sub(r"\b\d+\b", "*", f"{path}.{name}"), module, parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    linears = {module for module in packed if isinstance(module, nn.Linear)}
+    shared = {id(parameter) for _, module, parameter in parameters if module not in linears}
+    read = {name for name, _, parameter in parameters if id(parameter) in reads.ids}
+    for name, module, parameter in parameters:
+        if module in linears and name not in read and id(parameter) not in shared:
+            parameter.data = parameter.data.new_empty(0)
 
 
 def _for_inference(module: nn.Module, faster: Callable[..., Any]) -> Callable[..., Any]:

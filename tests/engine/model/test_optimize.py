@@ -548,12 +548,41 @@ def test_projections_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_given_back() -> None:
     """Without the original weights the model still runs; what other modules use stays."""
-    model = copy.deepcopy(make_model("llama")).bfloat16()
+    model = _packed("llama")
     model.lm_head.weight = model.model.embed_tokens.weight
-    plain = _logits(model)
+    plain = _packed_logits(model)
     optimize(model, keep_weights=False)
     assert model.model.layers[0].mlp.up_proj.weight.numel() == 0
-    torch.testing.assert_close(_logits(model), plain, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(_packed_logits(model), plain, rtol=0.1, atol=0.1)
+
+
+class _ReadsWeights(nn.Module):
+    """Experts of which a long prompt has another one than a short, and linear layers that are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 2)
+        self.experts = nn.ModuleList(_LooksGated() for _ in range(2))
+        for expert in self.experts:
+            expert.scale = nn.Linear(2, 32, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scores = nn.functional.linear(rows.float(), self.router.weight.float(), self.router.bias.float())
+        expert = self.experts[int(rows.shape[1] > 10)]
+        return expert(rows) * expert.scale.weight[:, 0] * scores.softmax(-1).amax(-1, keepdim=True).to(rows)
+
+
+def test_weights_that_the_model_reads_by_itself() -> None:
+    """They stay, of experts that were idle meanwhile, too; those of layers that are called do not."""
+    model = _packed("llama")
+    for layer in model.model.layers:
+        layer.mlp = _ReadsWeights().bfloat16()
+    plain = _packed_logits(model)
+    optimize(model, keep_weights=False)
+    kept = {name for name, parameter in model.model.layers[0].named_parameters() if parameter.numel()}
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert kept == norms | {"mlp.router.weight", "mlp.router.bias"} | {f"mlp.experts.{i}.scale.weight" for i in (0, 1)}
+    torch.testing.assert_close(_packed_logits(model), plain, rtol=0.1, atol=0.1)
 
 
 def test_the_engine_gives_the_model_back() -> None:
@@ -583,7 +612,7 @@ class _QuantisedWeight(torch.Tensor):
 
 
 def test_quantised_layers_are_left_alone() -> None:
-    model = copy.deepcopy(make_model("llama")).bfloat16()
+    model = _packed("llama")
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         if number == 0:
@@ -593,7 +622,7 @@ def test_quantised_layers_are_left_alone() -> None:
             weight = attention.k_proj.weight.data.as_subclass(_QuantisedWeight)
             attention.k_proj.weight = nn.Parameter(weight, requires_grad=False)
             assert type(attention.k_proj) is nn.Linear
-    before = _logits(model)
+    before = _packed_logits(model)
     optimize(model, keep_weights=False)
     changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
     assert (
@@ -606,7 +635,7 @@ def test_quantised_layers_are_left_alone() -> None:
         & changed
     )
     assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp"} <= changed
-    assert (_logits(model) - before).norm() <= 0.03 * before.norm()
+    assert (_packed_logits(model) - before).norm() <= 0.03 * before.norm()
 
 
 @pytest.mark.parametrize("count", [1, 32, 33, 100])
