@@ -83,13 +83,22 @@ class Packed:
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         """The layer's output `+ other`, of layers that are not gated."""
         if self.native is not None:
-            return self._linear(self.native, rows, other.reshape(-1, self.out).contiguous())
+            return self._linear(self.native, rows, _rows(other, self.out).contiguous())
         output: Tensor = _mkldnn._linear_pointwise.binary(rows, other, self._blocked, self._bias, "add")
         return output
 
     @staticmethod
     def _linear(weight: cpu.Weight, rows: Tensor, other: Tensor | None) -> Tensor:
-        return cpu.linear(rows.reshape(-1, weight.width), weight, other).view(*rows.shape[:-1], weight.out)
+        return cpu.linear(_rows(rows, weight.width), weight, other).view(*rows.shape[:-1], weight.out)
+
+
+def _rows(tensor: Tensor, width: int) -> Tensor:
+    """`[n, width]` as native calls read them: elements side by side, which they load in pairs."""
+    if tensor.dtype != torch.bfloat16:
+        raise RuntimeError(f"a linear layer in bfloat16 was given {tensor.dtype}; convert its input to its type")
+    rows = tensor.reshape(-1, width)
+    outer, inner = rows.stride()
+    return rows if inner == 1 and outer % 2 == 0 else rows.contiguous()
 
 
 def _shapes(linear: nn.Linear) -> str:

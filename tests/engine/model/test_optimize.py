@@ -505,6 +505,48 @@ def test_a_model_that_is_no_longer_in_bfloat16() -> None:
         _packed_logits(model)
 
 
+@pytest.mark.parametrize("multiplies", ["vattn", "torch"])
+def test_rows_that_lie_otherwise_in_memory(multiplies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if multiplies == "torch":
+        monkeypatch.setattr(cpu, "has_linear", lambda: False)
+    layer = nn.Linear(64, 16, dtype=torch.bfloat16)
+    product = linears.Packed([layer])
+    wide = torch.randn(5, 65).bfloat16()
+    lying = [
+        torch.randn(64, 5).bfloat16().T,
+        torch.randn(64, 2, 5).bfloat16().permute(1, 2, 0),
+        wide[:, :64],
+        wide[:, 1:],
+        wide[:1, 1:].expand(5, 64),
+        wide[:0, 1:],
+        wide[0, 1:],
+    ]
+    with torch.inference_mode():
+        for rows in lying:
+            expected = layer(rows)
+            torch.testing.assert_close(product(rows), expected, rtol=0.02, atol=0.02)
+            other = torch.randn(expected.shape[::-1]).bfloat16().permute(*reversed(range(expected.ndim)))
+            torch.testing.assert_close(product.plus(rows, other), expected + other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("multiplies", ["vattn", "torch"])
+def test_rows_of_another_type(multiplies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused as by torch, and not read as if they were in bfloat16."""
+    if multiplies == "torch":
+        monkeypatch.setattr(cpu, "has_linear", lambda: False)
+    layer = nn.Linear(64, 16, dtype=torch.bfloat16)
+    product = linears.Packed([layer])
+    rows = torch.randn(5, 64)
+    with torch.inference_mode():
+        for other in (rows, rows.half(), rows.int()):
+            with pytest.raises(RuntimeError):
+                layer(other)
+            with pytest.raises(RuntimeError):
+                product(other)
+            with pytest.raises(RuntimeError):
+                product.plus(rows.bfloat16(), other[:, :16])
+
+
 def test_projections_of_different_rows() -> None:
     """The three projections are one product; each is right alone, too, in any order."""
     model = copy.deepcopy(make_model("qwen2")).bfloat16()
