@@ -117,12 +117,12 @@ class _Scratch:
     """Memory that is reused in every step: fresh pages would cost more than the arithmetic on them."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.float32)
 
     def rows(self, count: int, width: int, device: torch.device) -> Tensor:
         """float32 `[count, width]`, contiguous, uninitialised."""
         if self._memory.numel() < count * width or self._memory.device != device:
-            self._memory = torch.empty(count * width, device=device)
+            self._memory = torch.empty(count * width, dtype=torch.float32, device=device)
         return self._memory[: count * width].view(count, width)
 
 
@@ -151,9 +151,9 @@ class Batch:
         drawn = [row for row, param in enumerate(params) if not param.greedy]
         self.drawn = torch.tensor(drawn, dtype=torch.int64, device=device)
         self.temperatures = _column([max(params[row].temperature, _TINY) for row in drawn], device)
-        self.min_p = _filter([params[row].min_p for row in drawn], 0, device)
-        self.top_k = _filter([max(params[row].top_k, 0) for row in drawn], 0, device)
-        self.top_p = _filter([params[row].top_p for row in drawn], 1, device)
+        self.min_p = _filter([params[row].min_p for row in drawn], 0, torch.float32, device)
+        self.top_k = _filter([max(params[row].top_k, 0) for row in drawn], 0, torch.int64, device)
+        self.top_p = _filter([params[row].top_p for row in drawn], 1, torch.float32, device)
         self.seeds = np.array([requests[row].seed % 2**64 for row in drawn], dtype=np.uint64)
         self.num_tokens = np.array(
             [len(requests[row].output_token_ids) + rows[row].ahead for row in drawn], dtype=np.uint64
@@ -261,7 +261,7 @@ class _History:
         self._rows = torch.tensor(rows, dtype=torch.int64, device=device)[:, None]
         capacity = max(request.num_tokens for request in requests) + 64
         self._tokens = torch.empty(len(rows), capacity, dtype=torch.int64, device=device)
-        self._counts = torch.empty(len(rows), capacity, device=device)
+        self._counts = torch.empty(len(rows), capacity, dtype=torch.float32, device=device)
         self._lengths = torch.tensor([request.num_tokens for request in requests], device=device)[:, None]
         self._longest = capacity - 64
         old_rows = {request: row for row, request in enumerate(known._requests)} if known is not None else {}
@@ -425,6 +425,6 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
 
-def _filter(values: Sequence[float], off: float, device: torch.device) -> Tensor | None:
+def _filter(values: Sequence[float], off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """`[len(values), 1]`, or None where all of them are `off`."""
-    return None if all(value == off for value in values) else torch.tensor(values, device=device)[:, None]
+    return None if all(value == off for value in values) else torch.tensor(values, dtype=dtype, device=device)[:, None]

@@ -209,6 +209,39 @@ def test_penalties_are_kept_up_to_date_while_requests_come_and_go() -> None:
             request.output_token_ids.append(token)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_whatever_torch_computes_in_by_default(dtype: torch.dtype) -> None:
+    """Logits are edited and drawn from in float32. Counts of a token would stop at 256 in bfloat16."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_k": 7},
+        {"top_p": 0.6},
+        {"min_p": 0.05},
+        {"logit_bias": {5: 2.5}},
+        {"repetition_penalty": 1.3, "temperature": 0},
+        {"frequency_penalty": 0.01, "temperature": 0},
+    ]
+    logits = torch.zeros(len(kinds), 300)
+    logits[:, 7] = 3.5
+
+    def tokens() -> list[list[int | None]]:
+        requests = [make(seed=seed, **params) for seed, params in enumerate(kinds)]
+        sampler = Sampler()
+        for _ in range(400):
+            for request, token in zip(requests, sampler.sample(logits, list(map(Row, requests))), strict=True):
+                assert token is not None
+                request.output_token_ids.append(token)
+        return [list(request.output_token_ids) for request in requests]
+
+    expected = tokens()
+    assert expected[-1].count(7) > 350  # until its count takes 3.5 off
+    torch.set_default_dtype(dtype)
+    try:
+        assert tokens() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_distribution(temperature: float) -> None:
     count, logits = 8000, torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
