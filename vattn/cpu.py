@@ -533,7 +533,7 @@ def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     bytes_ = math.prod(shape) * dtype.itemsize
     whole = bytes_ // _HUGE_PAGE * _HUGE_PAGE
     if not whole:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, bytes_ + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     room = torch.frombuffer(memory, dtype=torch.uint8)
     start = -room.data_ptr() % _HUGE_PAGE

@@ -271,7 +271,7 @@ def _gated_mlp(module: nn.Module) -> PackedMLP | None:
     if not linears or any(linear.bias is not None for linear in linears) or not untouched(module):
         return None
     mlp = PackedMLP(*linears)
-    rows = torch.randn(4, linears[0].in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = _noise(4, linears[0].in_features).bfloat16()
     try:
         same = all(_same(mlp(each), module(each)) for each in (rows, 1024 * rows))
     except (TypeError, ValueError, RuntimeError):  # it takes other arguments
@@ -301,7 +301,7 @@ def _decoder_layers(model: PreTrainedModel, parts: _Parts) -> dict[nn.Module, Ca
         if current_step() is not recorder:  # of an engine in another thread
             return
         hidden, *others = args
-        rows = 0.05 * (1 + torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))).to(hidden)
+        rows = 0.05 * (1 + _noise(*hidden.shape)).to(hidden)
         expected = module.forward(rows, *others, **keywords)
         recorded, params, layer = recorder.tensors, recorder.params, recorder.layer
         try:
@@ -319,8 +319,9 @@ def _decoder_layers(model: PreTrainedModel, parts: _Parts) -> dict[nn.Module, Ca
     ]
     hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in candidates]
     last = (max_context(model.config) or _FAR) - 1
+    positions = torch.linspace(0, last, _EXAMPLE_TOKENS, dtype=torch.float64, device=model.device).long()
     try:
-        _example(model, recorder, torch.linspace(0, last, _EXAMPLE_TOKENS).long())
+        _example(model, recorder, positions)
     finally:
         for hook in hooks:
             hook.remove()
@@ -354,7 +355,7 @@ def _takes_embeddings(model: PreTrainedModel, decoder: Any) -> bool:
     rows, seen = list[Tensor](), list[Tensor]()
 
     def replace(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        rows.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output))
+        rows.append(_noise(*output.shape).to(output))
         return rows[-1]
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -472,9 +473,15 @@ def _computes(model: PreTrainedModel, expected: Tensor) -> bool:
 
 def _example(model: PreTrainedModel, recorder: Recorder | None = None, positions: Tensor | None = None) -> Tensor:
     """Logits of a packed step of a few tokens."""
-    rows = torch.arange(_EXAMPLE_TOKENS)
+    rows = torch.arange(_EXAMPLE_TOKENS, device=model.device)
     tokens = rows % cast(Any, model.get_input_embeddings()).num_embeddings
     return run_packed(model, recorder or Recorder(), tokens, 3 * rows if positions is None else positions, rows)
+
+
+def _noise(*shape: int) -> Tensor:
+    """The same normal numbers whenever they are asked for, whatever torch's default device and type are."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def _decoder_layer(

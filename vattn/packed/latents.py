@@ -110,7 +110,7 @@ class LatentAttention:
     def _agrees(self, shape: LayerShape) -> bool:
         """Whether the module expands latents as this class assumes, judged by its results."""
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(1, 1, 3, self.stored.head_dim, generator=generator).to(self._to_keys)
+        rows = torch.randn(1, 1, 3, self.stored.head_dim, generator=generator, device="cpu").to(self._to_keys)
         with torch.inference_mode():
             key, value = self._expand(rows)
             latent, rope = rows[0, ..., : self._rank], rows[0, ..., self._rank :]

@@ -488,6 +488,30 @@ def test_weights_are_packed_again(multiplies: str, monkeypatch: pytest.MonkeyPat
         optimized.restore()
 
 
+@pytest.mark.parametrize("family", ["llama", "opt", "deepseek-v3"])
+def test_whatever_torch_makes_tensors_of_by_default(family: str) -> None:
+    """On another device, and in a type in which 999, the last position, would be 1000."""
+    config = copy.deepcopy(make_model(family).config)
+    config.max_position_embeddings = 1000
+    torch.manual_seed(0)
+    model = type(make_model(family))(config).bfloat16().eval()
+
+    def tokens() -> list[int]:
+        with LLM(model, max_num_seqs=2) as llm:
+            (output,) = llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+            assert ("forward" in vars(model.get_decoder())) == (family == "llama")
+        return list(output.outputs[0].token_ids)
+
+    expected = tokens()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert tokens() == expected
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_model_of_few_tokens() -> None:
     small = {"vocab_size": 3, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     packed.register()
