@@ -172,7 +172,10 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
         decoder = cast(Any, model).get_decoder()
         makers: dict[nn.Module, Callable[..., Callable[..., Any] | None]] = {decoder: _decoder, model: _model}
         for module, make in makers.items():
-            in_steps = make(model, faster, parts) if "forward" not in vars(module) else None
+            try:
+                in_steps = make(model, faster, parts) if "forward" not in vars(module) else None
+            except (TypeError, ValueError, RuntimeError):  # its parts are called in another way
+                break
             if in_steps is None:
                 break
             expected = _example(model)
@@ -343,7 +346,10 @@ def _decoder(model: Any, faster: Mapping[nn.Module, Any], parts: _Parts) -> _Dec
     except ValueError:
         return None
     rotary = decoder.rotary_emb
-    if getattr(rotary, "rope_type", None) not in _MOVING_ROTARY and untouched(rotary):
+    kind = getattr(rotary, "rope_type", None)
+    if not isinstance(kind, str | None):  # one for each type of layers, which is then an argument of calls
+        return None
+    if kind not in _MOVING_ROTARY and untouched(rotary):
         rotary = RotaryTable(rotary)
     return _Decoder(decoder, rotary, norm, decoder.forward)
 

@@ -292,6 +292,42 @@ def test_a_decoder_that_only_looks_usual() -> None:
     assert (fast - plain).norm() <= 0.05 * plain.norm()
 
 
+class _KnownEmbeddings(Qwen2Model):
+    """The modules of the usual decoder, which refuses other rows than those of its tokens."""
+
+    def forward(self, input_ids: torch.Tensor, **keywords: Any) -> Any:
+        if not torch.equal(self.embed_tokens(input_ids), self.embed_tokens.weight[input_ids]):
+            raise ValueError("unknown rows")
+        return super().forward(input_ids, **keywords)
+
+
+class _RotaryOfLayers(nn.Module):
+    """A rotary embedding of several types of layers, as Mellum's: of one here, which is not told."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary, self.rope_type = rotary, {"full_attention": "default"}
+
+    def forward(self, rows: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.rotary(rows, position_ids)
+
+
+@pytest.mark.parametrize("part", ["embeddings", "rotary"])
+def test_a_decoder_that_cannot_be_tried(part: str) -> None:
+    """Its layers are faster, and itself is left alone."""
+    model = _packed("qwen2")
+    if part == "embeddings":
+        model.model.__class__ = _KnownEmbeddings
+    else:
+        model.model.rotary_emb = _RotaryOfLayers(model.model.rotary_emb)
+    plain = _packed_logits(model)
+    optimize(model)
+    assert _fused_layers(model) == list(range(model.config.num_hidden_layers))
+    assert "forward" not in vars(model.model)
+    fast = _packed_logits(model)
+    assert (fast - plain).norm() <= 0.05 * plain.norm()
+
+
 class _Capped(LlamaForCausalLM):
     """The modules of the usual model, and other logits: nearly the same ones where they are small."""
 
