@@ -130,14 +130,18 @@ class DynamicKV(NoPrefixCache, PlainStore):
         row = 0
         for span in batch.spans:
             layers = self._slots[span.slot].layers
-            grown = []
-            for old, rows in zip(layers[layer], (key, value), strict=True):
+            before = layers[layer]
+            for old in before:
                 assert old.shape[1] == span.start, f"{span} does not follow the {old.shape[1]} tokens that are stored"
-                new = torch.cat([old, rows[row : row + len(span)].transpose(0, 1)], dim=1)
-                self._peak = max(self._peak, self._physical + new.nbytes)
-                self._physical += new.nbytes - old.nbytes
-                grown.append(new)
-            layers[layer] = grown[0], grown[1]
+            grown_key, grown_value = (
+                torch.cat([old, rows[row : row + len(span)].transpose(0, 1)], dim=1)
+                for old, rows in zip(before, (key, value), strict=True)
+            )
+            # With both: there may be no memory for the second one.
+            layers[layer] = grown_key, grown_value
+            new_bytes = grown_key.nbytes + grown_value.nbytes
+            self._peak = max(self._peak, self._physical + new_bytes)
+            self._physical += new_bytes - sum(old.nbytes for old in before)
             row += len(span)
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
