@@ -54,12 +54,10 @@ class PagedKV(BlockKV):
         allocate = torch.zeros if torch.device(device).type == "cuda" else torch.empty
         # As the block table: to be written outside inference mode, too.
         with torch.inference_mode(False):
-            pools, buffers = [], []
-            for dim in self._dims:
-                shape = (num_layers, num_kv_heads * num_blocks, block_size * dim)
-                pools.append(allocate(shape, dtype=dtype, device=device))
-                size = num_kv_heads * self.max_blocks * block_size * dim
-                buffers.append(torch.empty(size, dtype=dtype, device=device))
+            pools = [
+                allocate((num_layers, num_kv_heads * num_blocks, block_size * dim), dtype=dtype, device=device)
+                for dim in self._dims
+            ]
             self._gather_pools = [pool.unbind() for pool in pools]
             heads_first = [
                 pool.view(num_layers, num_kv_heads, num_blocks * block_size, dim).unbind()
@@ -68,12 +66,13 @@ class PagedKV(BlockKV):
             self._homes = [
                 (key.transpose(0, 1), value.transpose(0, 1)) for key, value in zip(*heads_first, strict=True)
             ]
-            self._buffers = buffers
             self._head_rows = torch.arange(num_kv_heads, device=device)[:, None] * num_blocks
             self._stored = [
                 Blocks(self._blocked(key), self._blocked(value), self.block_table)
                 for key, value in zip(*heads_first, strict=True)
             ]
+        # What `read` gathers keys and values into. Kernels that follow the block table never call it.
+        self._buffers: list[Tensor | None] = [None, None]
         # Gather indices of each slot, by block range; kept until its blocks change.
         self._gather: dict[int, dict[tuple[int, int], Tensor]] = {}
 
@@ -84,8 +83,8 @@ class PagedKV(BlockKV):
         tokens = (last - first) * self.block_size
         skip, count = start - first * self.block_size, length - start
         gathered = []
-        for pools, buffer, dim in zip(self._gather_pools, self._buffers, self._dims, strict=True):
-            out = buffer[: rows.numel() * self.block_size * dim].view(rows.numel(), -1)
+        for side, (pools, dim) in enumerate(zip(self._gather_pools, self._dims, strict=True)):
+            out = self._buffer(side, rows.numel() * self.block_size * dim).view(rows.numel(), -1)
             torch.index_select(pools[layer], 0, rows, out=out)
             gathered.append(out.view(1, self._heads, tokens, dim).narrow(2, skip, count))
         return gathered[0], gathered[1]
@@ -95,20 +94,20 @@ class PagedKV(BlockKV):
         return self._stored[layer]
 
     def stats(self) -> KVStats:
-        pool = self.num_blocks * self._block_bytes
-        buffers = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+        buffers = sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+        held = self.num_blocks * self._block_bytes + buffers  # neither ever shrinks
         used, live = self._held_bytes()
         return KVStats(
-            reserved_bytes=pool + buffers,
-            physical_bytes=pool,
-            peak_physical_bytes=pool,
+            reserved_bytes=held,
+            physical_bytes=held,
+            peak_physical_bytes=held,
             used_bytes=used,
             live_bytes=live,
         )
 
     def close(self) -> None:
         super().close()
-        self._gather_pools, self._stored, self._buffers = [], [], []
+        self._gather_pools, self._stored, self._buffers = [], [], [None, None]
 
     def _copy_block(self, origin: int, target: int) -> None:
         for layer in self._stored:
@@ -118,6 +117,17 @@ class PagedKV(BlockKV):
     def _append(self, number: int, blocks: list[PoolBlock]) -> None:
         super()._append(number, blocks)
         self._gather.pop(number, None)
+
+    def _buffer(self, side: int, size: int) -> Tensor:
+        """Room for `size` elements of the keys (0) or values (1) of a slot."""
+        buffer = self._buffers[side]
+        if buffer is None or buffer.numel() < size:
+            most = self._heads * self.max_blocks * self.block_size * self._dims[side]
+            self._buffers[side] = buffer = None  # so that there are never two
+            with torch.inference_mode(False):
+                buffer = self._gather_pools[side][0].new_empty(min(size + size // 4, most))
+            self._buffers[side] = buffer
+        return buffer[:size]
 
     def _gather_rows(self, number: int, first: int, last: int) -> Tensor:
         """Rows of the pool that hold blocks `[first, last)` of a slot, head by head."""

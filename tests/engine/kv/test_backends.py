@@ -90,6 +90,27 @@ def test_paged_takes_the_number_of_its_blocks() -> None:
             paged(**options)
 
 
+def test_paged_gathers_into_memory_that_it_counts() -> None:
+    """None before the first `read`, which kernels that follow the block table never call; then as much as is read."""
+    backend = make_backend("paged")
+    assert isinstance(backend, PagedKV)
+    pool = backend.num_blocks * 16 * TOKEN_BYTES
+    most = -(-LENGTH // 16) * 16 * TOKEN_BYTES // LAYERS
+    slot = backend.allocate(LENGTH)
+    model = Model(backend)
+    sizes = [backend.stats().physical_bytes]
+    for start, end in ((0, 40), (40, 41), (41, 200), (200, LENGTH)):
+        model.store([Span(slot, start, end)])
+        model.compare()
+        stats = backend.stats()
+        assert stats.physical_bytes == stats.peak_physical_bytes == stats.reserved_bytes
+        assert end * TOKEN_BYTES // LAYERS <= stats.physical_bytes - pool <= most
+        sizes.append(stats.physical_bytes)
+    assert sizes[0] == pool
+    assert sizes[1] == sizes[2] < sizes[3] < sizes[4]
+    backend.close()
+
+
 class Model:
     """The naive store: per layer and slot, a list of rows."""
 
