@@ -543,10 +543,14 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer in bfloat16, and no adapter or quantised one: those differ in a type, or wrap it."""
+    """Whether it is a linear layer in bfloat16, and no adapter or quantised one: those differ in a type, or wrap it.
+
+    One with an odd number of inputs is oneDNN's, and plain only where that multiplies bfloat16.
+    """
     return (
         type(module) is nn.Linear
         and type(module.weight.data) is Tensor
         and module.weight.dtype == torch.bfloat16
+        and (module.in_features % 2 == 0 or _has_mkldnn())
         and untouched(module)
     )

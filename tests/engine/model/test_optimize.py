@@ -20,6 +20,7 @@ from vattn.attention import AttentionParams
 from vattn.attention.torch_sdpa import plain_attention
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.model import linears
+from vattn.engine.model import optimize as optimizing
 from vattn.engine.model.decoder_layer import RotaryTable
 from vattn.engine.model.optimize import optimize, supported
 
@@ -185,6 +186,27 @@ def test_decoder_layers_where_torch_multiplies(family: str, monkeypatch: pytest.
     optimize(model)
     assert _fused_layers(model) == list(range(model.config.num_hidden_layers))
     assert (_packed_logits(model) - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+@pytest.mark.skipif(not cpu.has_linear(), reason="these kernels have no linear layers")
+def test_an_odd_number_of_inputs_where_onednn_cannot_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs with AVX2 alone: the layer is torch's, and so is what it belongs to."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw")
+
+    model = _packed("llama")
+    model.model.layers[0].mlp.down_proj = nn.Linear(47, 32, bias=False, dtype=torch.bfloat16)
+    for name in ("gate_proj", "up_proj"):
+        setattr(model.model.layers[0].mlp, name, nn.Linear(32, 47, bias=False, dtype=torch.bfloat16))
+    plain = _packed_logits(model)
+    monkeypatch.setattr(optimizing, "_has_mkldnn", lambda: False)
+    monkeypatch.setattr(linears, "_pack_for_mkldnn", refuse)
+    optimize(model)
+    assert _fused_layers(model) == [1]
+    assert "forward" in vars(model.model.layers[0].mlp.up_proj)
+    assert "forward" not in vars(model.model.layers[0].mlp.down_proj)
+    assert (_packed_logits(model) - plain).norm() <= 0.05 * plain.norm()
 
 
 @pytest.mark.parametrize("family", sorted(_USUAL))
