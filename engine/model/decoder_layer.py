@@ -94,10 +94,13 @@ class RotaryTable:
     def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, `[1, T, head_dim]` each."""
         count = int(positions.max()) + 1 if positions.numel() else 0
-        if not self._tables or count > len(self._tables[0]):
+        tables = self._tables  # read once: engines in several threads may share a model
+        if not tables or count > len(tables[0]):
             known = torch.arange(max(1024, 1 << (count - 1).bit_length()), device=positions.device)
-            self._tables = tuple(factors[0] for factors in self._embedding(hidden, known[None]))
-        cos, sin = (table.index_select(0, positions[0])[None] for table in self._tables)
+            tables = tuple(factors[0] for factors in self._embedding(hidden, known[None]))
+            if not self._tables or len(tables[0]) > len(self._tables[0]):
+                self._tables = tables
+        cos, sin = (table.index_select(0, positions[0])[None] for table in tables)
         return cos, sin
 
 

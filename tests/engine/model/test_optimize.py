@@ -222,6 +222,32 @@ def test_rotary_factors_are_those_of_the_position(family: str) -> None:
             torch.testing.assert_close(factors, expected)
 
 
+def test_rotary_factors_in_two_threads() -> None:
+    """Of engines that share a model: each gets its own, and the longer table stays."""
+    rotary = _packed("llama").model.rotary_emb
+    hidden = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    near, far = torch.tensor([[5]]), torch.tensor([[7000]])
+    got: list[tuple[torch.Tensor, torch.Tensor]] = []
+    lengths: list[int] = []
+
+    def embedding(hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths.append(positions.shape[1])
+        factors: tuple[torch.Tensor, torch.Tensor] = rotary(hidden, positions)
+        if len(lengths) == 1:  # while the first call computes its short table
+            thread = threading.Thread(target=lambda: got.append(table(hidden, far)))
+            thread.start()
+            thread.join()
+        return factors
+
+    table = RotaryTable(embedding)
+    got.append(table(hidden, near))
+    got.append(table(hidden, far))
+    assert lengths == [1024, 8192]
+    for factors, asked in zip(got, (far, near, far), strict=True):
+        for mine, expected in zip(factors, rotary(hidden, asked), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
 def test_rotary_factors_that_other_positions_change() -> None:
     """Dynamic scaling has other factors for all positions once one is past the original length: no table."""
     config = copy.deepcopy(make_model("llama").config)
