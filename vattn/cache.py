@@ -459,6 +459,7 @@ class KVCache(PoolMember):
         """
         with self._core.lock:
             if self._core.is_inside():
+                self._check_open()
                 self._free_later(self._checked_slot(reqid), stream)
             else:
                 self._free_now(reqid, stream, token_ids)
@@ -480,7 +481,8 @@ class KVCache(PoolMember):
         handle = self._fences.handle(stream)
 
         def free() -> None:
-            if slot in self._slots.length and slot in self._freed:
+            # The call that this one came from may have been `close`.
+            if not self._closed and slot in self._slots.length and slot in self._freed:
                 self._end(slot, handle)
             self._freed.discard(slot)
 

@@ -357,6 +357,9 @@ def reading(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P
     def call(self: C, *args: P.args, **kwargs: P.kwargs) -> R:
         core = self._core
         with core.lock:
-            return method(self, *args, **kwargs) if core.is_inside() else whole(self, *args, **kwargs)
+            if not core.is_inside():
+                return whole(self, *args, **kwargs)
+            self._check_open()
+            return method(self, *args, **kwargs)
 
     return cast(Callable[Concatenate[C, P], R], call)

@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from tests.support.waiting import wait_until
 
 PAGE = 4096
 BUDGET = 70 * PAGE
+Result = TypeVar("Result")
 
 
 def make(**options: Any) -> vattn.KVCache:
@@ -274,25 +275,105 @@ def test_a_slot_that_a_finaliser_frees_inside_the_call_that_lacks_it_is_had() ->
         cache.check()
 
 
+@pytest.mark.parametrize("closed_by", ["before", "around"])
+def test_a_finaliser_that_frees_a_slot_of_a_closed_cache_disturbs_no_other_on_the_pool(closed_by: str) -> None:
+    pool = vattn.PagePool(2 * BUDGET, device=DEVICE, page_size=PAGE)
+    with make(pool=pool) as cache:
+        cache.alloc_reqid()
+        closed = make(pool=pool)
+        its = closed.alloc_reqid()
+        errors: list[vattn.VattnError] = []
+
+        class Garbage:
+            def __del__(self) -> None:
+                try:
+                    closed.free_reqid(its)
+                except vattn.VattnError as error:
+                    errors.append(error)
+
+        if closed_by == "before":
+            closed.close()
+            inside(cache, Garbage)
+            assert [type(error) for error in errors] == [vattn.CacheClosed]
+        else:
+            amid(closed.close, ("leave",), Garbage)
+            assert not errors
+        assert cache.stats().steps == (closed_by == "before")
+        cache.check()
+    pool.close()
+
+
+def test_a_closed_cache_says_so_inside_a_call_of_another_on_the_pool() -> None:
+    pool = vattn.PagePool(2 * BUDGET, device=DEVICE, page_size=PAGE)
+    with make(pool=pool) as cache:
+        cache.alloc_reqid()
+        closed = make(pool=pool)
+        its = closed.alloc_reqid()
+        windows = vattn.BlockWindows(
+            num_layers=1,
+            num_blocks=1,
+            block_size=PAGE // 256,
+            row=(64,),
+            dtype=torch.float32,
+            num_windows=1,
+            max_context_len=16,
+            device=DEVICE,
+            pool=pool,
+        )
+        reads: list[Callable[[], object]] = [
+            closed.available_pages,
+            closed.page_map,
+            closed.stats,
+            lambda: closed.length(its),
+            lambda: closed.pages_needed(5),
+            lambda: closed.find_prefix([1]),
+            windows.backed,
+            windows.stats,
+        ]
+        closed.close()
+        windows.close()
+        refused: list[type[Exception]] = []
+
+        class Garbage:
+            def __del__(self) -> None:
+                for read in reads:
+                    try:
+                        read()
+                    except Exception as error:
+                        refused.append(type(error))
+
+        inside(cache, Garbage)
+        assert refused == [vattn.CacheClosed] * len(reads)
+    pool.close()
+
+
 def inside(cache: vattn.KVCache, garbage: Callable[[], object]) -> int | None:
     """`alloc_reqid` or, where there is a slot, `step`, in the middle of which garbage is collected."""
+    places = ("_choose", "set_lengths", "set_limit")
+    active = [p.reqid for p in cache.page_map() if p.active]
+    if len(active) == cache.layout.slots:
+        return amid(cache.alloc_reqid, places, garbage)
+    amid(lambda: cache.step({active[0]: 100}), places, garbage)
+    return None
+
+
+def amid(call: Callable[[], Result], functions: Collection[str], garbage: Callable[[], object]) -> Result:
+    """A call, in the first of these functions of which garbage is collected."""
     done = False
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal done
-        if event == "call" and frame.f_code.co_name in ("_choose", "set_lengths", "set_limit") and not done:
+        if event == "call" and frame.f_code.co_name in functions and not done:
             done = True
             garbage()  # goes at once, in here
 
     sys.setprofile(profile)
     try:
-        if len([p for p in cache.page_map() if p.active]) == cache.layout.slots:
-            return cache.alloc_reqid()
-        cache.step({next(p.reqid for p in cache.page_map() if p.active): 100})
+        result = call()
     finally:
         sys.setprofile(None)
     assert done
-    return None
+    return result
 
 
 @host_only
