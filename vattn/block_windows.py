@@ -214,7 +214,8 @@ class BlockWindows(PoolMember):
                 table of another type.
             InvalidSlot: a number that is no window, or twice the same.
             MappingLimit: the kernel's table of mappings is full.
-            StreamCapturing: windows would change while a stream captures a CUDA graph.
+            StreamCapturing: windows would change while a stream captures a CUDA graph, or the stream of the last batch
+                captures one and `stream` is another.
             DriverError: a driver call failed. Windows of rows show what they did, in this case and all others.
         """
         table = self._shown
@@ -226,6 +227,8 @@ class BlockWindows(PoolMember):
         handle = table.handle(stream)
         if (changed or found != table.rows) and table.capturing(handle):
             raise refusal("show has to change windows")
+        if table.leaves_capture(handle):
+            raise refusal("show was called for another stream")
         if changed:
             self._remap(
                 [(found[row], common[row], blocks[row, common[row] : has[row]].tolist()) for row in changed], found

@@ -227,7 +227,8 @@ class ShownBlocks(Tenant):
             return
         now = set(windows)
         left = [window for window in self.rows if window not in now]
-        self._fences.ended(left, self._handle)
+        # On another stream, kernels do not follow those of the last batch, whichever windows both read.
+        self._fences.ended(left if handle == self._handle else self.rows, self._handle)
         change.set(self, "rows", list(windows))
         change.set(self, "_handle", handle)
         for window in windows:
@@ -243,6 +244,12 @@ class ShownBlocks(Tenant):
     def capturing(self, handle: int | None) -> bool:
         """Whether this stream, or that of the last batch, captures a CUDA graph."""
         return self._fences.capturing(handle) or self._fences.capturing(self._handle)
+
+    def leaves_capture(self, handle: int | None) -> bool:
+        """Whether the kernels of the last batch, whose windows have to be fenced if the next one is on this stream, are
+        on another, which captures a CUDA graph.
+        """
+        return handle != self._handle and bool(self.rows) and self._fences.capturing(self._handle)
 
     def check(self, pool: _native.PagePool) -> None:
         """Asserts that what is mapped agrees with the books."""

@@ -471,6 +471,24 @@ def test_a_window_in_use_that_changes_waits_too(stub: Stub, windows: vattn.Block
     change.finish()
 
 
+@pytest.mark.parametrize("change", ["show", "trim"])
+def test_a_window_waits_for_each_stream_on_which_its_row_was_read(
+    stub: Stub, windows: vattn.BlockWindows, change: str
+) -> None:
+    first, second = stub.stream(), stub.stream()
+    (window,) = windows.show([[0, 1]], stream=first)
+    read(stub, first, windows, window)
+    assert windows.show([[0, 1]], stream=second) == [window]
+    changing = Background(
+        (lambda: windows.show([[0, 2]], windows=[window], stream=second))
+        if change == "show"
+        else (lambda: windows.trim([0]))
+    )
+    wait_for_a_waiter(stub, changing)
+    stub.complete(first)
+    changing.finish()
+
+
 def test_a_row_that_grows_waits_for_nothing(stub: Stub, windows: vattn.BlockWindows) -> None:
     stream = stub.stream()
     (window,) = windows.show([[0]], stream=stream)
@@ -499,4 +517,16 @@ def test_a_window_does_not_change_while_its_stream_captures(stub: Stub, windows:
         with pytest.raises(vattn.StreamCapturing):
             call()
     assert stub.capture(stream, on=False) == 0
+    assert windows.show([[0, 1]], stream=stream) == [window]
+
+
+def test_a_batch_moves_into_a_capture_but_not_out_of_it(stub: Stub, windows: vattn.BlockWindows) -> None:
+    """Its windows are fenced on the stream that it leaves, and an event recorded in a capture is part of the graph."""
+    stream, captured = stub.stream(), stub.stream()
+    (window,) = windows.show([[0, 1]], stream=stream)
+    stub.capture(captured, on=True)
+    assert windows.show([[0, 1]], stream=captured) == [window]
+    with pytest.raises(vattn.StreamCapturing, match="another stream"):
+        windows.show([[0, 1]], stream=stream)
+    assert stub.capture(captured, on=False) == 0
     assert windows.show([[0, 1]], stream=stream) == [window]
