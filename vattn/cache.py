@@ -607,20 +607,23 @@ class KVCache(PoolMember):
 
         Args:
             following: pages that the next calls will ask for: other processes are asked for them now, and this call
-                does not wait for them.
+                does not wait for them. No more than the budget can hold are asked for.
 
         Returns:
             How many did.
 
         Raises:
-            InvalidLength: a number is not an integer.
+            InvalidLength: a number is not an integer, or below 0.
         """
         try:
             pages, following = as_int(pages), as_int(following)
         except TypeError as error:
             raise InvalidLength(f"pages and following: {error}; pages are counted in whole numbers") from None
-        pages = min(pages, self._most_owned - self._obtainable())
-        return self._core.borrow(pages, needed=False, following=following) if pages > 0 else 0
+        if pages < 0 or following < 0:
+            raise InvalidLength(f"pages and following: {shown(min(pages, following))} is below 0")
+        most = self._most_owned - self._obtainable()
+        pages = min(pages, most)
+        return self._core.borrow(pages, needed=False, following=min(following, most - pages)) if pages > 0 else 0
 
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
         """Pages that `num_tokens` tokens need: in total, or beyond those for the current length of slot `reqid`. The

@@ -271,7 +271,7 @@ class Borrower:
                 no more.
             want: the level to ask for, if that is more: others give back at once what several calls will wait for.
         """
-        level = min(level, self.at_most)
+        level, want = min(level, self.at_most), min(want, self.at_most)
         with self._changed:
             if self._lease.level >= level:
                 return True

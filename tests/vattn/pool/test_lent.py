@@ -519,6 +519,26 @@ def test_what_will_be_wanted_next_is_asked_for_and_not_waited_for(
     close(one)
 
 
+def test_no_number_of_pages_is_too_much_to_wish_for(broker: brokers.Process) -> None:
+    pool = connect("a")
+
+    def has_all(kv: vattn.KVCache) -> bool:
+        assert borrower_of(pool).reachable
+        return kv.borrow_pages(2**70, following=2**70) + kv.available_pages() == PAGES
+
+    with cache(pool) as kv:
+        for number in (-1, "three", True):
+            for wish in ((number, 0), (1, number)):
+                with pytest.raises(vattn.InvalidLength, match="pages and following"):
+                    kv.borrow_pages(*wish)  # type: ignore[arg-type]
+        assert kv.available_pages() < PAGES
+        pool._core.borrow(1, needed=False, following=2**70)
+        wait_until(lambda: has_all(kv))
+        kv.step({kv.alloc_reqid(): pages(PAGES // 2)})
+        kv.check()
+    close(pool)
+
+
 def test_what_an_engine_wanted_is_forgotten_if_it_asks_no_more(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
