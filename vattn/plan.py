@@ -7,7 +7,7 @@ same way: its block is a page in which all layers of a token lie together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from vattn import drivers
 from vattn.config import KVConfig, build_layout, candidates, choose, most_waste_share
 from vattn.errors import ConfigError
 from vattn.groups import MOST_TOKENS, TensorGroup, check_int
+from vattn.integers import shown
 from vattn.layout import LAYOUTS, Band, Layout, LayoutName, TensorKind
 from vattn.units import format_bytes
 
@@ -131,16 +132,14 @@ def plan(
         ConfigError: a number out of range, or a device without a driver.
     """
     config = KVConfig(groups=groups, max_batch_size=max_batch_size, max_context_len=max_context_len, device=device)
-    check_int("memory", memory, at_least=1, at_most=2**60)
-    load = Counter(_evenly(config.max_context_len) if lengths is None else lengths)
+    memory = check_int("memory", memory, at_least=1, at_most=2**60)
+    of_requests = _evenly(config.max_context_len) if lengths is None else lengths
+    load = Counter(_checked("lengths", of_requests, at_most=config.max_context_len))
     if not load:
         raise ConfigError("lengths are empty; give the tokens of one request or more, or leave them out")
-    for tokens in load:
-        check_int("lengths", tokens, at_least=1, at_most=config.max_context_len)
-    for block_size in block_sizes:
-        check_int("block_sizes", block_size, at_least=1, at_most=MOST_TOKENS)
+    block_sizes = _checked("block_sizes", block_sizes, at_most=MOST_TOKENS)
+    page_sizes = _checked("page_sizes", page_sizes, at_most=2**40)
     for page_size in page_sizes:
-        check_int("page_sizes", page_size, at_least=1, at_most=2**40)
         if drivers.parse(device).type == "cpu":
             drivers.find("cpu").check_page_size(page_size)
         elif page_size % _LEAST_PAGE:
@@ -166,6 +165,19 @@ def plan(
         recommended=recommended,
         reason=_reason(best, baseline, recommended, config, automatic.bytes_per_token),
     )
+
+
+def _checked(name: str, values: Iterable[int], *, at_most: int) -> list[int]:
+    """Whole numbers from 1 on, as a list of `int`: products of NumPy's wrap around, and JSON does not know them.
+
+    Raises:
+        ConfigError: they are not, or one is out of range.
+    """
+    try:
+        given = list(values)
+    except Exception as error:  # iterating over a caller's object may raise anything
+        raise ConfigError(f"{name}={shown(values)} must be a list of whole numbers: {error}") from error
+    return [check_int(name, value, at_least=1, at_most=at_most) for value in given]
 
 
 class _Planner:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +165,10 @@ def test_paged_is_recommended_where_pages_hold_fewer_requests() -> None:
     ("changes", "message"),
     [
         ({"lengths": []}, "lengths are empty"),
+        ({"lengths": 5}, "lengths=5 must be a list of whole numbers"),
+        ({"lengths": [[5]]}, r"lengths=\[5\] must be a whole number"),
+        ({"page_sizes": 4096}, "page_sizes=4096 must be a list of whole numbers"),
+        ({"block_sizes": None}, "block_sizes=None must be a list of whole numbers"),
         ({"lengths": [1025]}, "lengths=1025 must be a whole number from 1 to 1024"),
         ({"block_sizes": [0]}, "block_sizes=0"),
         ({"memory": 0}, "memory=0"),
@@ -176,6 +182,19 @@ def test_paged_is_recommended_where_pages_hold_fewer_requests() -> None:
 def test_refuses_what_cannot_be(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(PLAIN, **{"memory": MIB, "max_context_len": LONGEST, **changes})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_and_torch_are_whole_numbers() -> None:
+    longest = 1009  # no other test has it, so that no layout is remembered
+    given = {"memory": 8 * MIB, "lengths": [3, 100, 3], "block_sizes": [16], "page_sizes": [16384]}
+    options = {"max_context_len": longest, "device": "cpu"}
+    narrow = {name: np.array(value, np.int32)[()] for name, value in given.items()}
+    found = plan(PLAIN, **narrow, **options)  # type: ignore[arg-type]
+    with closing(_cache(PLAIN, "layer", 16384, max_context_len=longest)) as cache:
+        assert type(cache.layout.page_size) is int
+    tensors = {name: torch.tensor(value, dtype=torch.int32) for name, value in given.items()}
+    for other in (plan(PLAIN, **each, **options) for each in (given, tensors)):  # type: ignore[arg-type]
+        assert json.dumps(other.to_dict()) == json.dumps(found.to_dict())
 
 
 def test_the_waste_of_rows_that_straddle_pages() -> None:
