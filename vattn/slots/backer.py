@@ -193,9 +193,12 @@ class Backer(Decisions):
         write_saved()
 
     def _settle_rewound(self, change: Change, slot: int) -> None:
-        """Notes that all blocks that the slot's request does not use have left the slot."""
-        if self._slots.known[slot].rewound:
-            self._slots.know(change, slot, replace(self._slots.known[slot], rewound=False))
+        """Notes that all blocks behind the slot's length have left the slot, if they have: a step that maps guard rows
+        may itself have gone back into a block.
+        """
+        slots, bands = self._slots, self._bands
+        if slots.known[slot].rewound and bands.stop(slot) * bands.block_tokens <= slots.length[slot]:
+            slots.know(change, slot, replace(slots.known[slot], rewound=False))
 
     def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
         """Queues the unmapping of what has left the windows of these slots; the worker waits for launched kernels."""

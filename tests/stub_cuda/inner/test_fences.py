@@ -363,6 +363,25 @@ def test_copy_on_write_waits_for_the_kernels_that_read_the_shared_pages(stub: St
     assert stub.calls("cuMemUnmap") > before
 
 
+def test_copy_on_write_waits_where_the_step_that_went_back_mapped_guard_rows(stub: Stub) -> None:
+    with make(guard_rows=2) as cache:
+        stream = stub.stream()
+        admit(stub, cache, stream)
+        stub.complete(stream)
+        reqid, cached = cache.admit(PROMPT)
+        assert cached == cache.page_map()[reqid].mapped == 2 * TOKENS
+        cache.step({reqid: 2 * TOKENS - 1}, stream=stream)  # its guard rows are the first tokens of another page
+        launch(stub, stream, cache, reqid, 2 * TOKENS - 1)
+        before = stub.calls("cuMemUnmap")
+        step = Background(lambda: cache.step({reqid: 2 * TOKENS}, stream=stream))
+        wait_for_a_waiter(stub, step)
+        assert stub.calls("cuMemUnmap") == before
+        stub.complete(stream)
+        step.finish()
+        assert stub.calls("cuMemUnmap") > before
+        cache.check()
+
+
 def test_copy_on_write_copies_on_the_stream_of_the_step(
     stub: Stub, cache: vattn.KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
