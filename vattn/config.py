@@ -11,6 +11,7 @@ import torch
 from vattn import drivers
 from vattn.errors import ConfigError
 from vattn.groups import (
+    MOST_ADDRESSES,
     MOST_LAYERS,
     MOST_SLOTS,
     MOST_TOKENS,
@@ -354,6 +355,11 @@ def resolve(
         cheap = False
     share = most_waste_share(config.device)
     chosen = choose(layouts, budget, device.mapping_limit(), cheap=cheap, share=share, most_waste=most_waste)
+    if chosen.reserved_bytes > MOST_ADDRESSES:
+        raise ConfigError(
+            f"{chosen.slots} slots of {config.max_context_len} tokens need {format_bytes(chosen.reserved_bytes)} of "
+            f"addresses, and a process has {format_bytes(MOST_ADDRESSES)}; lower max_batch_size or max_context_len"
+        )
     pages = chosen.budget_pages(budget)
     if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size

@@ -15,6 +15,7 @@ from vattn.integers import as_int, shown
 MOST_LAYERS, MOST_SLOTS = 2**10, 2**16
 MOST_HEADS = 2**20  # also elements of a head
 MOST_TOKENS = 2**32
+MOST_ADDRESSES = 2**47  # bytes, which is all that a process has
 
 DTYPES: dict[str, torch.dtype] = {
     name: dtype

@@ -12,7 +12,7 @@ import torch
 
 from vattn import drivers
 from vattn.errors import ConfigError, VattnError
-from vattn.groups import MOST_TOKENS, check_choice, check_int
+from vattn.groups import MOST_ADDRESSES, MOST_TOKENS, check_choice, check_int
 from vattn.integers import shown
 from vattn.units import format_bytes
 
@@ -25,7 +25,6 @@ _OTHER_MAPPINGS = 4096
 MOST_BLOCKS = 2**31 - 1  # block tables have 32 bits
 _MOST_DIMENSIONS = 16  # of what a token stores
 _MOST_SHOWN = 2**28  # blocks in all windows
-_MOST_BYTES = 2**47  # of addresses, which is all that a process has
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,10 @@ def resolve(
             f"block_size that is a multiple of {tokens}" + (", or layout='fused'" if shape.layout == "layered" else "")
         )
     smallest = min(fitting, key=lambda shape: shape.reserved_bytes)
-    if smallest.reserved_bytes > _MOST_BYTES or smallest.num_windows * smallest.window_blocks > _MOST_SHOWN:
+    if smallest.reserved_bytes > MOST_ADDRESSES or smallest.num_windows * smallest.window_blocks > _MOST_SHOWN:
         raise ConfigError(
             f"{smallest.num_blocks} blocks and {smallest.num_windows} windows of {smallest.window_blocks} blocks need "
-            f"{format_bytes(smallest.reserved_bytes)} of addresses; a process has {format_bytes(_MOST_BYTES)}, and "
+            f"{format_bytes(smallest.reserved_bytes)} of addresses; a process has {format_bytes(MOST_ADDRESSES)}, and "
             f"windows show at most {_MOST_SHOWN} blocks: use fewer blocks or windows, or a smaller max_context_len"
         )
     limit = device.mapping_limit()
