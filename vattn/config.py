@@ -310,7 +310,7 @@ def resolve(
 
     Args:
         pool_page_size: page size of a given pool, which the cache has to use.
-        pool_budget: bytes of a given pool, to which an automatic budget resolves.
+        pool_budget: bytes of a given pool, to which an automatic budget resolves, and which has to do for a first step.
         most_waste: bytes that requests may leave unused in an automatic layout when all slots run, where that is less
             than a share of the budget.
 
@@ -360,17 +360,19 @@ def resolve(
             f"{chosen.slots} slots of {config.max_context_len} tokens need {format_bytes(chosen.reserved_bytes)} of "
             f"addresses, and a process has {format_bytes(MOST_ADDRESSES)}; lower max_batch_size or max_context_len"
         )
-    pages = chosen.budget_pages(budget)
-    if pages < chosen.pages(1):
-        need = chosen.pages(1) * chosen.page_size
+    most = budget if pool_budget is None else min(budget, pool_budget)
+    first = chosen.pages(1 + config.guard_rows)
+    if chosen.budget_pages(most) < first:
+        whose = "the pool's budget" if most == pool_budget else f"memory_budget={config.memory_budget!r}"
+        guard = f" and {config.guard_rows} guard rows" if config.guard_rows else ""
         fixed = config.layout != "auto" or config.page_size != "auto"
         finer = ", or choose smaller pages or a finer layout ('sliced', 'fused')" if fixed else ""
         raise ConfigError(
-            f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
-            f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
-            f"({format_bytes(need)}) for a slot's first token; give or free more memory{finer}"
+            f"{whose} ({format_bytes(most)}) is below one token block: layout {chosen.name!r} with pages of "
+            f"{format_bytes(chosen.page_size)} needs {first} pages ({format_bytes(first * chosen.page_size)}) for a "
+            f"slot's first token{guard}; give or free more memory{finer}"
         )
-    return chosen, pages
+    return chosen, chosen.budget_pages(budget)
 
 
 def choose(

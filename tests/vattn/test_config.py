@@ -51,6 +51,10 @@ BASE: dict[str, Any] = {
         ({"memory_budget": "4 apples"}, "'4GiB'"),
         ({"memory_budget": 0}, "more than 0"),
         ({"memory_budget": 4096 * 7, "page_size": 4096, "layout": "layer"}, "below one token block"),
+        (
+            {"memory_budget": 4096 * 8, "page_size": 4096, "layout": "layer", "guard_rows": 64},
+            "needs 16 pages (64.0 KiB) for a slot's first token and 64 guard rows",
+        ),
         ({"max_batch_size": 2**16, "max_context_len": 2**32}, "lower max_batch_size or max_context_len"),
         ({"block_tokens": 32, "layout": "layer", "page_size": 4096}, "at most two of the three"),
         ({"block_tokens": 1}, "finest here is"),

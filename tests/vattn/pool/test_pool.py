@@ -71,6 +71,20 @@ def test_a_pool_decides_the_page_size() -> None:
         vattn.PagePool(100)
 
 
+@pytest.mark.parametrize("memory_budget", ["auto", "1MiB"])
+def test_a_pool_has_room_for_a_first_token(memory_budget: str) -> None:
+    for pages in range(1, 4):
+        pool = vattn.PagePool(pages * PAGE, device=DEVICE, page_size=PAGE)
+        with pytest.raises(vattn.ConfigError, match=r"the pool's budget .* is below one token block: .* needs 4 pages"):
+            make(pool, memory_budget=memory_budget, layout="layer", guard_rows=64)
+        pool.close()
+    pool = vattn.PagePool(4 * PAGE, device=DEVICE, page_size=PAGE)
+    with make(pool, memory_budget=memory_budget, layout="layer", guard_rows=64) as cache:
+        cache.step({cache.alloc_reqid(): 1})
+        cache.check()
+    pool.close()
+
+
 def test_a_cache_can_be_used_from_several_threads() -> None:
     pool = vattn.PagePool(512 * PAGE, device=DEVICE, page_size=PAGE)
     with make(pool, max_batch_size=8) as cache:
