@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.effort import effort
-from tests.support.tokenizers import byte_fallback, byte_level
+from tests.support.small_tokenizers import byte_fallback, byte_level
 from vattn.engine import SamplingParams
 from vattn.engine.requests.detokenizer import Detokenizer
 from vattn.engine.requests.text import TokenText

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.tokenizers import byte_fallback, byte_level
+from tests.support.small_tokenizers import byte_fallback, byte_level
 from vattn.engine import SamplingParams
 from vattn.engine.requests.logprobs import Logprob
 from vattn.engine.requests.text import TokenText
