@@ -123,10 +123,7 @@ def attention_forward(
     running = _running.get()
     if running is None:
         return _outside_a_step(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
-    causal = kwargs.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    if attention_mask is not None or kwargs.get("position_bias") is not None or not causal:
+    if attention_mask is not None or kwargs.get("position_bias") is not None or not _is_causal(module, kwargs):
         raise UnsupportedModel(
             f"{type(module).__name__} asks for a mask of its own, a position bias or attention that is not causal; "
             "packed steps serve causal self-attention only. Use model.generate() for this model."
@@ -154,6 +151,12 @@ def packed_mask(**kwargs: Any) -> Tensor | None:
         )
     running.masks.add(kwargs.get("local_size"))
     return None
+
+
+def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether attention without a mask is causal: as the call says, or else the layer."""
+    causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
 def _window(module: torch.nn.Module, kwargs: dict[str, Any], masks: set[int | None]) -> int | None:
@@ -193,10 +196,13 @@ def _outside_a_step(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if attention_mask is None:  # the mask function skips what sdpa can do with `is_causal`
-        past = key.shape[2] - query.shape[2]
-        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril(past)
-    if attention_mask.dtype == torch.bool:
+    rows = query.shape[2]
+    if attention_mask is None and rows > 1 and _is_causal(module, kwargs):
+        # The mask function skips what sdpa can do with `is_causal`: queries from the first key on. Further keys are the
+        # rest of a static cache, without tokens.
+        key, value = key[:, :, :rows], value[:, :, :rows]
+        attention_mask = torch.ones(rows, key.shape[2], dtype=torch.bool, device=key.device).tril()
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
             ~attention_mask, torch.finfo(query.dtype).min
         )

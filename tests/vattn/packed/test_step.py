@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bench.harness.models import CACHE
 from tests.support.tiny_models import FAMILIES, VOCAB, make_model, make_prompts, random_model
 from vattn import attention, packed
 from vattn.attention import AttentionParams
@@ -46,6 +47,44 @@ def test_generate_under_the_name_is_as_before(family: str) -> None:
     with under_vattn(model):
         got = model.generate(ids, **keywords)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_a_prompt_into_a_static_cache_under_the_name(family: str) -> None:
+    """Its queries start at the first key, and the keys behind them are those of no token."""
+    model = make_model(family)
+    prompt, token = torch.tensor(make_prompts([20])), torch.tensor([[7]])
+
+    def logits() -> Tensor:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        known = torch.ones(1, 21, dtype=torch.int64)
+        with torch.no_grad():
+            parts = [model(prompt, **{CACHE: cache}), model(token, attention_mask=known, **{CACHE: cache})]
+        return torch.cat([part.logits for part in parts], dim=1)
+
+    want = logits()
+    with under_vattn(model):
+        torch.testing.assert_close(logits(), want)
+
+
+def test_attention_that_is_not_causal_under_the_name() -> None:
+    """That of an encoder, and of a decoder to what the encoder says, with a softcap."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8}
+    part = {**shape, **heads, "attn_logit_softcapping": 3.0}
+    config = transformers.T5GemmaConfig(encoder=part, decoder=part, vocab_size=VOCAB, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = transformers.T5GemmaForConditionalGeneration(config).eval()
+    prompt = torch.tensor(make_prompts([20]))
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(input_ids=prompt, decoder_input_ids=prompt[:, :7], use_cache=False).logits
+        return logits
+
+    want = logits()
+    with under_vattn(model):
+        torch.testing.assert_close(logits(), want)
 
 
 def test_a_model_that_attends_otherwise_is_refused() -> None:
