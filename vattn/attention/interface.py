@@ -27,6 +27,9 @@ from vattn.errors import UnsupportedModel
 
 NAME = "vattn"
 
+# The keys that an indexer chose, as models give them to kernels that read them.
+_CHOSEN_KEYS = ("indices", "block_indices")
+
 
 class PackedStep(Protocol):
     """A step as the attention function sees it."""
@@ -119,7 +122,15 @@ def attention_forward(
 
     Returns:
         `[1, T, num_query_heads, v_head_dim]`, and None in place of attention weights.
+
+    Raises:
+        UnsupportedModel: the layer asks for what neither a packed step nor plain attention computes.
     """
+    if any(kwargs.get(name) is not None for name in _CHOSEN_KEYS):
+        raise UnsupportedModel(
+            f"{type(module).__name__} attends to keys that an indexer chooses, and makes no mask of them for attention "
+            f'{NAME!r}, which would attend to all; use attn_implementation="sdpa" for this model'
+        )
     running = _running.get()
     if running is None:
         return _outside_a_step(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
@@ -143,6 +154,10 @@ def packed_mask(**kwargs: Any) -> Tensor | None:
     """The mask function: None in a packed step, whose kernels mask by spans; transformers' sdpa mask otherwise."""
     running = _running.get()
     if running is None:
+        if kwargs["q_length"] > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", 0):
+            # Gemma 4 computes its last layers, which share keys, for the asked queries only: sdpa's mask, which starts
+            # at the first key, is not theirs.
+            kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(**kwargs)
     if kwargs.get("use_vmap"):
         raise UnsupportedModel(
@@ -196,6 +211,11 @@ def _outside_a_step(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks for a position bias beside a softcap or sinks, which attention {NAME!r} "
+            'does not compute; use attn_implementation="eager" for this model'
+        )
     rows = query.shape[2]
     if attention_mask is None and rows > 1 and _is_causal(module, kwargs):
         # The mask function skips what sdpa can do with `is_causal`: queries from the first key on. Further keys are the
@@ -207,4 +227,5 @@ def _outside_a_step(
             ~attention_mask, torch.finfo(query.dtype).min
         )
     params = AttentionParams(scaling, None, softcap, s_aux)
-    return plain_attention(query, key, value, attention_mask, params).transpose(1, 2).contiguous(), None
+    output = plain_attention(query, key, value, attention_mask, params, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None

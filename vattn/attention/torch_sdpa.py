@@ -88,13 +88,16 @@ class TorchSDPA:
         return output[0].transpose(0, 1)
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: AttentionParams, *, dropout: float = 0.0
+) -> Tensor:
     """Attention spelled out, for what the fused kernel has no argument for: softcap and sinks.
 
     Args:
         query: `[batch, num_query_heads, num_queries, head_dim]`.
         key, value: `[batch, num_kv_heads, num_keys, *]`.
         mask: added to the scores, broadcast against `[batch, 1, num_queries, num_keys]`; None for none.
+        dropout: the probability with which a weight is left out, in training.
 
     Returns:
         `[batch, num_query_heads, num_queries, v_head_dim]`; all but the products is computed in float32 or more, and on
@@ -121,5 +124,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     weights = scores.softmax(dim=-1).to(value.dtype)
     if params.sinks is not None:
         weights = weights[..., :-1]
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, dropout)
     output = weights.reshape(batch, num_kv_heads, -1, weights.shape[-1]) @ value
     return output.reshape(batch, num_heads, num_queries, -1).to(dtype)

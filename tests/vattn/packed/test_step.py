@@ -17,6 +17,7 @@ from bench.harness.models import CACHE
 from tests.support.tiny_models import FAMILIES, VOCAB, make_model, make_prompts, random_model
 from vattn import attention, packed
 from vattn.attention import AttentionParams
+from vattn.attention.interface import attention_forward
 from vattn.engine import LLM
 from vattn.errors import ConfigError, UnsupportedModel
 
@@ -85,6 +86,59 @@ def test_attention_that_is_not_causal_under_the_name() -> None:
     want = logits()
     with under_vattn(model):
         torch.testing.assert_close(logits(), want)
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("kept", [1, 3])
+def test_layers_that_compute_the_asked_queries_only_under_the_name(kept: int, static: bool) -> None:
+    """Gemma 4's, which share the keys of earlier ones: the masks that are cut for them have to be there."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 16, "num_global_key_value_heads": 1}
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    embeddings = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "pad_token_id": 0}
+    model = random_model("Gemma4TextConfig", **shape, **heads, **layers, **embeddings)
+    prompt = torch.tensor(make_prompts([20]))
+
+    def logits() -> Tensor:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40) if static else None
+        with torch.no_grad():
+            logits: Tensor = model(prompt, logits_to_keep=kept, **{CACHE: cache}).logits
+        return logits
+
+    want = logits()
+    with under_vattn(model):
+        torch.testing.assert_close(logits(), want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_dropout_under_the_name(family: str) -> None:
+    model = random_model(FAMILIES[family][0], **make_model(family).config.to_dict() | {"attention_dropout": 0.5})
+    model.set_attn_implementation("eager")
+    model.train()
+    prompt = torch.tensor(make_prompts([20]))
+
+    def logits() -> Tensor:
+        torch.manual_seed(0)
+        logits: Tensor = model(prompt, use_cache=False).logits
+        return logits
+
+    want = logits()
+    with under_vattn(model):
+        torch.testing.assert_close(logits(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"indices": torch.zeros(1, 3, 2, dtype=torch.int64)}, 'an indexer chooses.*attn_implementation="sdpa"'),
+        ({"block_indices": torch.zeros(1, 1, 3, 2, dtype=torch.int64)}, "an indexer chooses"),
+        ({"position_bias": torch.zeros(1, 2, 3, 3), "softcap": 2.0}, 'position bias.*attn_implementation="eager"'),
+    ],
+)
+def test_what_would_be_left_out_is_refused(asked: dict[str, Any], why: str) -> None:
+    query, key, value = torch.randn(3, 1, 2, 3, 8)
+    with pytest.raises(UnsupportedModel, match=why):
+        attention_forward(torch.nn.Module(), query, key, value, None, **asked)
 
 
 def test_a_model_that_attends_otherwise_is_refused() -> None:
