@@ -199,6 +199,7 @@ class Storage:
             asked of the caches (`BatchRows.length`): more during a pass, and other ones after an interrupt.
         end: the length to which the forward pass under way brings each layer; -1 if tokens were taken back since, so
             that the next update begins a pass.
+        initialized: per layer whether there was an update, even of no tokens, since it was made or reset.
         ungraded: per layer the first token that was stored without its gradient; `max_context_len` if there is none.
         recording: per layer whether tokens behind its window stay until the next crop.
     """
@@ -218,6 +219,7 @@ class Storage:
         self.views: list[View | None] = [None] * num_layers
         self.lengths = [0] * num_layers
         self.end = -1
+        self.initialized = [False] * num_layers
         self.ungraded = [self.max_context_len] * num_layers
         self.recording = [False] * num_layers
         self._config = config
@@ -324,8 +326,11 @@ class Storage:
         assert view is not None
         return view
 
-    def cut(self, lengths: Mapping[int, int]) -> None:
+    def cut(self, lengths: Mapping[int, int], *, reset: bool = False) -> None:
         """Discards the tokens of layers from these lengths on.
+
+        Args:
+            reset: whether these layers are then as before their first update.
 
         Raises:
             InvalidLength: a window there would reach tokens whose memory was given back. Nothing changed.
@@ -337,6 +342,7 @@ class Storage:
             self.max_context_len if length <= first else first
             for length, first in zip(after, self.ungraded, strict=True)
         ]
+        initialized = [had and not (reset and index in lengths) for index, had in enumerate(self.initialized)]
         self._check_windows(after)
         if after != self.lengths:
             if longest:
@@ -347,14 +353,14 @@ class Storage:
         shorter = rows is not None and longest < rows.length
         if rows is not None and shorter and longest:
             rows.go_back(longest)
-        before = self.lengths, self.ungraded
-        self.lengths, self.ungraded = after, ungraded
+        before = self.lengths, self.ungraded, self.initialized
+        self.lengths, self.ungraded, self.initialized = after, ungraded, initialized
         try:
             if rows is not None and shorter:  # even if all layers have windows and are back already: queries start here
                 rows.step(longest)
             self.settle()
         except VattnError:
-            self.lengths, self.ungraded = before
+            self.lengths, self.ungraded, self.initialized = before
             raise
         if rows is not None and any(self.recording):
             rows.release_past()
@@ -386,9 +392,11 @@ class Storage:
         return max(0, min(self._rows.start, max(self.lengths)) - window + 1)
 
     def part(self, index: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
-        """K and V of tokens `[first, end)` of a layer, which a user may keep; None before the layer's first update."""
+        """K and V of tokens `[first, end)` of a layer, which a user may keep; None before the layer's first update, and
+        after a reset.
+        """
         self.check_open()
-        if self.views[index] is None:
+        if self.views[index] is None or not self.initialized[index]:
             return None
         place = self._places[index]
         if place.scales is not None:
@@ -484,6 +492,7 @@ class Storage:
                 for tensor, other in zip(view.stored, stored, strict=True):
                     tensor.narrow(2, first, length - first).copy_(other)
             self.lengths[index] = length
+            self.initialized[index] = True
         if self._rows is not None:
             self._rows.arrived(start)
 
@@ -602,9 +611,11 @@ class Storage:
 
     def _lose(self) -> None:
         """Empties a cache whose rows may be lost."""
-        lengths, views = [0] * len(self.lengths), [None] * len(self.views)
-        ungraded = [self.max_context_len] * len(self.lengths)
+        count = len(self.views)
+        lengths, views, initialized = [0] * count, [None] * count, [False] * count
+        ungraded = [self.max_context_len] * count
         self.lengths, self.ungraded, self.views, self.end = lengths, ungraded, [*views], -1
+        self.initialized = initialized
 
     def _retire(self, leases: dict[KVCache, _Lease], shown: Set[KVCache]) -> None:
         """Closes unused caches. One that tensors still show is freed with the last of them."""

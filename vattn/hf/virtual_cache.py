@@ -161,7 +161,7 @@ class VirtualCache(DynamicCache):
 
     def reset(self) -> None:
         """Discards all tokens. Their memory is kept for later tokens; `trim` returns it to the machine."""
-        self._storage.cut(dict.fromkeys(range(len(self._storage.lengths)), 0))
+        self._storage.cut(dict.fromkeys(range(len(self._storage.lengths)), 0), reset=True)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Discards the last tokens of every row; no memory is mapped or unmapped.
@@ -289,12 +289,12 @@ class VirtualLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the shapes of K and V are known."""
-        return self._storage.views[self._index] is not None
+        """Whether there was an update since the layer was made or reset: models recognise a prompt by it."""
+        return self._storage.initialized[self._index] and self._storage.views[self._index] is not None
 
     @property
     def keys(self) -> Tensor | None:
-        """K of all tokens, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update.
+        """K of all tokens, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update, and after `reset`.
 
         Writing to it changes the cache, unless it is stored in 8 bits and this is a copy. It may be kept: its contents
         do not change with the cache. An assignment replaces K of all tokens. Rows that share pages, as beams do, get
@@ -332,6 +332,7 @@ class VirtualLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._storage.observe(self._index, key_states, value_states)
+        self._storage.initialized[self._index] = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         storage, index = self._storage, self._index
@@ -357,6 +358,7 @@ class VirtualLayer(CacheLayerMixin):
             view.store(key_states, value_states, start)
             keys, values = view.coded(first, end) if view.decodes else view.read(first, end)
         storage.lengths[index] = end
+        storage.initialized[index] = True
         return keys, values
 
     def _update_for_autograd(
@@ -394,7 +396,7 @@ class VirtualLayer(CacheLayerMixin):
         return length + query_length - first, first
 
     def reset(self) -> None:
-        self._storage.cut({self._index: 0})
+        self._storage.cut({self._index: 0}, reset=True)
 
     def crop(self, tokens_to_remove: int) -> None:
         self._storage.cut({self._index: _kept(self.get_seq_length(), tokens_to_remove)})

@@ -115,12 +115,8 @@ def limits_of_lost_rows() -> None:
 
 @mutation("virtual cache", "an interrupted crop lowers the memory and not the lengths", "virtual_cache")
 def interrupted_crop() -> None:
-    _rewrite(
-        _storage(),
-        "cut",
-        ("self.lengths, self.ungraded = after, ungraded\n", "rows and rows.step(longest)\n"),
-        ("self.settle()", "self.lengths, self.ungraded = after, ungraded"),
-    )
+    lengths = "self.lengths, self.ungraded, self.initialized = after, ungraded, initialized"
+    _rewrite(_storage(), "cut", (f"{lengths}\n", "rows and rows.step(longest)\n"), ("self.settle()", lengths))
 
 
 @mutation("virtual cache", "a move stores what it makes as it goes", "virtual_cache")

@@ -697,6 +697,32 @@ def test_early_initialization(model: transformers.PreTrainedModel, want: Tensor)
         assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
 
 
+def test_a_reset_cache_is_as_before_its_first_update(model: transformers.PreTrainedModel) -> None:
+    """As a DynamicCache: models recognise a prompt by it, also where the cache is used again."""
+    caches = vattn.VirtualCache(model, **OPTIONS), DynamicCache(config=model.config)
+
+    def state(cache: Any) -> list[Any]:
+        return [cache.is_initialized, *((layer.is_initialized, layer.keys is None) for layer in cache.layers)]
+
+    empty = 1, 2, 8, torch.float32, torch.device("cpu")
+    with torch.no_grad(), caches[0]:
+        for call in (
+            lambda cache: model(IDS, **{CACHE: cache}),
+            lambda cache: cache.crop(-IDS.shape[1]),
+            lambda cache: cache.layers[1].reset(),
+            lambda cache: model(IDS, **{CACHE: cache}),
+            lambda cache: cache.reset(),
+            lambda cache: cache.early_initialization(*empty),
+            lambda cache: cache.reset(),
+        ):
+            for cache in caches:
+                call(cache)
+            assert state(caches[0]) == state(caches[1])
+            caches[0].check()
+        model(IDS, **{CACHE: caches[0]})
+        assert copy.deepcopy(caches[0]).is_initialized
+
+
 def test_inference_mode_and_outside_of_it(model: transformers.PreTrainedModel, want: Tensor) -> None:
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         with torch.inference_mode():
