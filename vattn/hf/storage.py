@@ -283,15 +283,19 @@ class Storage:
         self.check_open()
         shape, batch = Shape.of(key, value), key.shape[0]
         held = self._places[index].shape if index in self._places else None
-        if self.views[index] is not None and held is not None and not held.holds(shape):
-            raise ConfigError(
-                f"layer {index} holds {held}; the update has {shape}. A cache serves one model in one element type, "
-                "also after a reset: make one per model and type"
-            )
+        if held is not None and held != shape:
+            if not any(self.initialized) and replace(held, dtype=shape.dtype) == shape:
+                self._start_anew()
+                held = None
+            elif self.views[index] is not None and not (self.initialized[index] and held.holds(shape)):
+                raise ConfigError(
+                    f"layer {index} holds {held}; the update has {shape}. A cache serves one model, in one element "
+                    "type until a reset: make one per model"
+                )
         if batch != self.count:
             self._set_batch(batch)
         if self.views[index] is None:
-            if held is None or not held.holds(shape):
+            if held != shape:
                 try:
                     self._place(index, shape, batch * key.shape[2])
                 except BaseException:  # in the first forward pass: only the layers before this one have tokens
@@ -483,6 +487,7 @@ class Storage:
                 torch.empty(rows, heads, 0, tensor.shape[3], dtype=dtype, device=tensor.device) for tensor in stored[:2]
             )
             self.observe(index, key, value)
+            self.initialized[index] = True
         if self._rows is not None:
             self._rows.begin(start)
         for index, (length, first, _, stored) in held.items():
@@ -492,7 +497,6 @@ class Storage:
                 for tensor, other in zip(view.stored, stored, strict=True):
                     tensor.narrow(2, first, length - first).copy_(other)
             self.lengths[index] = length
-            self.initialized[index] = True
         if self._rows is not None:
             self._rows.arrived(start)
 
@@ -617,6 +621,13 @@ class Storage:
         self.lengths, self.ungraded, self.views, self.end = lengths, ungraded, [*views], -1
         self.initialized = initialized
 
+    def _start_anew(self) -> None:
+        """Gives up the memory of an empty cache, whose next tokens are of another element type."""
+        self._lose()
+        leases, shown, lent = self._leases, {lease.cache for lease in self._lent}, weakref.WeakSet[_Lease]()
+        self._rows, self._places, self._leases, self._lent = None, {}, {}, lent
+        self._retire(leases, shown)
+
     def _retire(self, leases: dict[KVCache, _Lease], shown: Set[KVCache]) -> None:
         """Closes unused caches. One that tensors still show is freed with the last of them."""
         while leases:
@@ -671,7 +682,7 @@ class Storage:
         """A place in a cache that was created for other layers and, since it was probably alike, for this one."""
         for place in self._places.values():
             layers = place.cache.config.tensor_groups[0].indices
-            if index in layers and place.shape.holds(shape):
+            if index in layers and place.shape == shape:
                 scales = self._groups(place.shape, layers, self._windows[index])[1]
                 return replace(place, layer=index, scales=scales.get(index))
         return None

@@ -160,7 +160,9 @@ class VirtualCache(DynamicCache):
         return stored
 
     def reset(self) -> None:
-        """Discards all tokens. Their memory is kept for later tokens; `trim` returns it to the machine."""
+        """Discards all tokens; the next ones may be of another element type. The memory is kept for tokens of the same
+        type; `trim` returns it to the machine.
+        """
         self._storage.cut(dict.fromkeys(range(len(self._storage.lengths)), 0), reset=True)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -337,7 +339,7 @@ class VirtualLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         storage, index = self._storage, self._index
         view = storage.views[index]
-        if view is None or not view.takes(key_states, value_states):
+        if view is None or not storage.initialized[index] or not view.takes(key_states, value_states):
             view = None  # a traceback would keep its memory
             view = storage.observe(index, key_states, value_states)
         start, tokens = storage.lengths[index], key_states.shape[2]

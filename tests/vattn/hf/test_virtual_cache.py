@@ -639,6 +639,28 @@ def test_a_cache_used_with_two_models(model: transformers.PreTrainedModel, other
             cache.update(*torch.zeros(2, 1, 2, 1, 16), -1)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_reset_cache_serves_another_element_type(model: transformers.PreTrainedModel, kv_cache_dtype: str) -> None:
+    half = copy.deepcopy(model).bfloat16()
+    with vattn.VirtualCache(model, kv_cache_dtype=kv_cache_dtype, **OPTIONS) as cache, torch.no_grad():
+        mapped = []
+        for each in (model, half, model):
+            logits = each(IDS, **{CACHE: cache}).logits
+            fresh = vattn.VirtualCache(model, kv_cache_dtype=kv_cache_dtype, **OPTIONS)
+            assert torch.equal(logits, each(IDS, **{CACHE: fresh}).logits)
+            assert cache.layers[0].keys.dtype == each.dtype
+            cache.check()
+            mapped.append(cache.stats().owned_pages)
+            with pytest.raises(vattn.ConfigError, match="type until a reset"):
+                cache.update(*torch.zeros(2, 1, 2, 1, 8, dtype=torch.float64), 0)
+            cache.reset()
+        assert mapped[0] == mapped[2] >= mapped[1]
+        with pytest.raises(vattn.ConfigError, match="type until a reset"):  # only layer 1 in another one
+            model(IDS, **{CACHE: cache})
+            cache.layers[1].reset()
+            cache.update(*torch.zeros(2, 1, 2, 1, 8, dtype=torch.bfloat16), 1)
+
+
 def test_a_model_with_fewer_layers_is_noticed_at_the_next_forward_pass(model: transformers.PreTrainedModel) -> None:
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
