@@ -31,8 +31,8 @@ class FlashInfer:
     capturable = False
 
     def __init__(self) -> None:
-        self._wrappers: dict[AttentionParams, Any] = {}  # a wrapper has one plan, and layers of a kind share it
-        self._planned: dict[AttentionParams, weakref.ref[PackedBatch]] = {}
+        self._wrappers: dict[Any, Any] = {}  # a wrapper has one plan, and layers of a kind share it
+        self._planned: dict[Any, tuple[weakref.ref[PackedBatch], weakref.ref[Tensor]]] = {}
 
     def refusal(self, case: Case) -> str | None:
         if find_spec("flashinfer") is None:
@@ -43,13 +43,14 @@ class FlashInfer:
         params.expect(self.name)
         stored = whole_layer(kv, layer)
         blocks = stored.blocks if isinstance(stored, Contiguous) else stored
-        planned = self._planned.get(params)
-        if planned is None or planned() is not batch:
-            self._plan(query, blocks, batch, params)
-        output: Tensor = self._wrappers[params].run(query.contiguous(), (blocks.key, blocks.value))
+        kind = params, query.shape[1:], blocks.key.shape[1:], query.dtype, blocks.key.dtype
+        planned = self._planned.get(kind)
+        if planned is None or planned[0]() is not batch or planned[1]() is not blocks.table:
+            self._plan(kind, query, blocks, batch, params)
+        output: Tensor = self._wrappers[kind].run(query.contiguous(), (blocks.key, blocks.value))
         return output
 
-    def _plan(self, query: Tensor, blocks: Blocks, batch: PackedBatch, params: AttentionParams) -> None:
+    def _plan(self, kind: Any, query: Tensor, blocks: Blocks, batch: PackedBatch, params: AttentionParams) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
         ends = torch.tensor([0, *(span.end for span in batch.spans)], dtype=torch.int32, device="cpu")
@@ -57,14 +58,14 @@ class FlashInfer:
         pages = (ends + blocks.block_size - 1) // blocks.block_size
         slots = torch.tensor([span.slot for span in batch.spans], device="cpu").repeat_interleave(pages[1:])
         columns = torch.cat([torch.arange(count, device="cpu") for count in pages[1:].tolist()])
-        if params not in self._wrappers:
+        if kind not in self._wrappers:
             workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
-            self._wrappers[params] = BatchPrefillWithPagedKVCacheWrapper(workspace)
-        self._wrappers[params].plan(
+            self._wrappers[kind] = BatchPrefillWithPagedKVCacheWrapper(workspace)
+        self._wrappers[kind].plan(
             rows, pages.cumsum(0, dtype=torch.int32), blocks.table[slots.to(batch.device), columns.to(batch.device)],
             (ends[1:] - 1) % blocks.block_size + 1,
             query.shape[1], blocks.key.shape[2], query.shape[2], blocks.block_size, causal=True, sm_scale=params.scale,
             window_left=-1 if params.window is None else params.window - 1, logits_soft_cap=params.softcap,
             q_data_type=query.dtype, kv_data_type=blocks.key.dtype,
         )  # fmt: skip
-        self._planned[params] = weakref.ref(batch)
+        self._planned[kind] = weakref.ref(batch), weakref.ref(blocks.table)

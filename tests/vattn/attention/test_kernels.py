@@ -238,6 +238,31 @@ def test_batches_may_take_turns(name: str, whole_kv: str) -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", KERNELS)
+def test_layers_may_differ_in_one_batch(name: str, whole_kv: str) -> None:
+    """In KV heads, or in the blocks of their tokens: what a kernel keeps of one layer is not taken for another's."""
+    kernel_fakes.need_operator_for(name, whole_kv)
+    kernel, reference = attention._ADAPTERS[name](), attention.get("torch_sdpa")
+    batch = PackedBatch.pack([Span(0, 8, 9), Span(1, 0, 20)])
+    lengths = {0: 9, 1: 20}
+    backends = []
+    for kv_heads, order in ((HEADS, (0, 1)), (1, (0, 1)), (HEADS, (1, 0))):
+        backend = make_backend(whole_kv, block_size=256, kv_heads=kv_heads)
+        assert [backend.allocate(LENGTH) for _ in lengths] == [*lengths]
+        for slot in order:  # in which blocks are taken
+            backend.prepare({slot: lengths[slot]})
+            stored = PackedBatch.pack([Span(slot, 0, lengths[slot])])
+            backend.write(0, stored, *(torch.randn(lengths[slot], kv_heads, DIM) for _ in range(2)))
+        backends.append(backend)
+    for backend in [*backends, *backends]:
+        query = torch.randn(batch.num_tokens, HEADS * GROUP, DIM)
+        got, want = (adapter(query, backend, 0, batch, AttentionParams()) for adapter in (kernel, reference))
+        torch.testing.assert_close(got, want)
+    for backend in backends:
+        backend.close()
+
+
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("family", ["llama", "qwen2-window"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_serves_a_model(name: str, family: str, whole_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
