@@ -520,6 +520,8 @@ def _model_layers(config: PretrainedConfig) -> list[Any]:
         raise _unsupported(config, "has chunked attention layers")
     if "recurrent" in getattr(config, "layers_block_type", ()):  # older DynamicCaches take them for attention
         raise _unsupported(config, "has recurrent layers, with state besides keys and values")
+    if getattr(config, "recurrent_kv_cache_mode", None) == "per_loop" and config.n_recurrent_loops > 1:  # Dory
+        raise _unsupported(config, "copies layers of its cache for every further loop through them")
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:

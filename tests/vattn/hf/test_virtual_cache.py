@@ -525,9 +525,12 @@ def test_a_hybrid_whose_layers_are_all_attention() -> None:
         ("MllamaConfig", {}, "cross-attention"),
         ("MllamaTextConfig", {}, "cross-attention"),
         ("BltConfig", {}, "says nothing of its layers"),
+        ("DoryConfig", {}, "copies layers of its cache"),
     ],
 )
 def test_models_that_it_cannot_serve(name: str, changes: dict[str, Any], why: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip("this release of transformers does not have it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, name)(**changes)
