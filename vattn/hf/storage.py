@@ -658,6 +658,12 @@ class Storage:
         if place := self._spare_place(index, shape):
             self._places = self._places | {index: place}
             return
+        if self._pool is not None and self._pool.device != shape.device:
+            raise ConfigError(
+                f"layer {index} computes on {shape.device}, and the cache's memory is on {self._pool.device}; a "
+                'VirtualCache is on one device. Load the model onto one (device_map="cuda:0"), with a pool there if '
+                "one is given, or use transformers' DynamicCache for a model whose device_map has several"
+            )
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
         stored = tokens * len(self._windows) * shape.token_bytes

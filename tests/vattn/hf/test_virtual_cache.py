@@ -664,6 +664,16 @@ def test_a_reset_cache_serves_another_element_type(model: transformers.PreTraine
             cache.update(*torch.zeros(2, 1, 2, 1, 8, dtype=torch.bfloat16), 1)
 
 
+def test_layers_on_several_devices(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
+        cache.update(*torch.zeros(2, 1, 2, 3, 8), 0)
+        with pytest.raises(vattn.ConfigError, match=r"layer 1 computes on meta, and .* is on .*device_map has several"):
+            cache.update(*torch.zeros(2, 1, 2, 3, 8, device="meta"), 1)
+        assert cache.get_seq_length() == 0
+        cache.check()
+        model(IDS, **{CACHE: cache})
+
+
 def test_a_model_with_fewer_layers_is_noticed_at_the_next_forward_pass(model: transformers.PreTrainedModel) -> None:
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
