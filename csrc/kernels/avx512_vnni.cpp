@@ -98,9 +98,10 @@ struct Quads : TokenPairs {
       most = Isa::max(most, _mm512_abs_ps(load(i)));
       poison = Isa::fma(load(i), Isa::zero(), poison);
     }
-    constexpr float kLargest = 127 * 256;
+    // A sum of products with codes has 32 bits, so with heads of more than 512 a query has less than 16.
+    const auto range = static_cast<float>(smaller(127 * 256, INT32_MAX / (128 * a.head_dim)));
     const float largest = Isa::largest(most);
-    const F inverse = Isa::set(largest > kTiny ? kLargest / largest : 0);
+    const F inverse = Isa::set(largest > kTiny ? range / largest : 0);
     std::byte* high = reinterpret_cast<std::byte*>(out + kHead);
     std::byte* low = high + a.head_dim;
     __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
@@ -117,7 +118,7 @@ struct Quads : TokenPairs {
     // Of a query with NaN they are too large, and wrap.
     out[0] = -128u * static_cast<std::uint32_t>(_mm512_reduce_add_epi32(high_sum));
     out[1] = -128u * static_cast<std::uint32_t>(_mm512_reduce_add_epi32(low_sum));
-    return largest / kLargest + Isa::sum(poison);
+    return largest / range + Isa::sum(poison);
   }
 
   static F unsigned_codes(F codes) { return _mm512_xor_ps(codes, _mm512_castsi512_ps(_mm512_set1_epi8(-128))); }

@@ -243,6 +243,22 @@ def test_codes_of_8_bits(kernels: str, seed: int) -> None:
     case.assert_near(got, case.want(), factor=50 if case.dtype == torch.float32 else 1)
 
 
+@pytest.mark.parametrize("new", [1, 9])
+@pytest.mark.parametrize("head_dim", [512, 520, 528, 576, 1024])
+def test_codes_of_large_heads(kernels: str, head_dim: int, new: int) -> None:
+    """Rows are constant, so that the sums of products are as large as they can be."""
+    codes = torch.tensor([127, 0, -128, 100], dtype=torch.int8).repeat(3).view(1, 12, 1, 1).repeat(1, 1, 1, head_dim)
+    scales = torch.full((1, 12, 1, 1), 1 / 127)
+    query = torch.tensor([1.0, -1.0]).view(1, 2, 1).repeat(new, 1, head_dim)
+    lengths, starts = torch.tensor([12], dtype=torch.int32), torch.tensor([0, new], dtype=torch.int32)
+    rows = codes.double() * scales.double()
+    want = reference(query, rows, rows, lengths, torch.tensor([0]), starts)
+    for keys in ("in_place", "panels"):
+        with taking_keys(keys):
+            got = decode(query, codes, codes, lengths, starts=starts, scales=(scales, scales))
+        assert (got.double() - want).abs().max() < 1e-3
+
+
 def test_no_worse_than_torch(kernels: str) -> None:
     """The mean error against float64 is at most that of torch's SDPA, but for some of the last bit."""
     torch.manual_seed(0)
