@@ -1,5 +1,4 @@
 // Python bindings of the mechanism; no logic.
-#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -7,7 +6,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <exception>
@@ -20,6 +18,7 @@
 #include "entries.h"
 #include "host_vmm.h"
 #include "mapper.h"
+#include "without_lock.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -76,30 +75,6 @@ nb::bytes host_prop(std::size_t granularity, int file) {
   prop.type = 1;
   prop.location = {kLocationHost, log2_of(granularity) | file << kFileShift};
   return nb::bytes(&prop, sizeof prop);
-}
-
-thread_local bool is_without_lock = false;
-
-// Runs the body without the interpreter's lock. A daemon thread that asks for it back while the interpreter ends,
-// before Python 3.14, is unwound by pthread_exit, which ends the process at the first noexcept function; so it waits
-// here.
-template <class Body>
-void without_lock(Body&& body) {
-  PyThreadState* const thread = PyEval_SaveThread();
-  is_without_lock = true;
-  std::exception_ptr thrown;
-  try {
-    body();
-  } catch (...) {
-    thrown = std::current_exception();
-  }
-  is_without_lock = false;
-  try {
-    PyEval_RestoreThread(thread);
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
-  if (thrown) std::rethrow_exception(thrown);
 }
 
 // Destroys what makes driver calls of its own then. It may be the last step of raising an error, and the calls of a

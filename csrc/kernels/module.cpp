@@ -16,9 +16,11 @@
 #include "linear.h"
 #include "roofline.h"
 #include "store.h"
+#include "without_lock.h"
 
 namespace nb = nanobind;
 using namespace vattn::kernels;
+using vattn::without_lock;
 
 namespace {
 
@@ -58,8 +60,10 @@ struct Layer {
                          pointer<const std::int32_t>(lengths),
                          pointer<const std::int32_t>(starts),
                          pointer<std::byte>(output)};
-    store(layer, call, threads);
-    attend(layer, call, *kernels, threads);
+    without_lock([&] {
+      store(layer, call, threads);
+      attend(layer, call, *kernels, threads);
+    });
   }
 };
 
@@ -135,8 +139,7 @@ NB_MODULE(_kernels, module) {
             window,
             pointer<const float>(sinks),
             threads};
-        nb::gil_scoped_release release;
-        attend(attention, find(kernel));
+        without_lock([&] { attend(attention, find(kernel)); });
       },
       "Attention of new tokens over stored keys and values; see attention.h. Addresses are integers, strides bytes.");
 
@@ -162,14 +165,15 @@ NB_MODULE(_kernels, module) {
       "store",
       [](std::int64_t tokens, std::int64_t heads, const NewRows& key, const NewRows& value, std::uintptr_t slots,
          std::uintptr_t positions, int threads) {
-        nb::gil_scoped_release release;
-        for (const auto& [bytes, source, source_token, source_head, target] : {key, value}) {
-          const auto [data, slot, token, head] = target;
-          store({tokens, heads, bytes, pointer<const std::byte>(source), source_token, source_head,
-                 pointer<std::byte>(data), slot, token, head, pointer<const std::int64_t>(slots),
-                 pointer<const std::int64_t>(positions)},
-                threads);
-        }
+        without_lock([&] {
+          for (const auto& [bytes, source, source_token, source_head, target] : {key, value}) {
+            const auto [data, slot, token, head] = target;
+            store({tokens, heads, bytes, pointer<const std::byte>(source), source_token, source_head,
+                   pointer<std::byte>(data), slot, token, head, pointer<const std::int64_t>(slots),
+                   pointer<const std::int64_t>(positions)},
+                  threads);
+          }
+        });
       },
       "Stores new keys and values; see store.h. Addresses are integers, strides bytes.");
 
@@ -206,7 +210,7 @@ NB_MODULE(_kernels, module) {
             attention.sinks = pointer<const float>(sinks);
             new (self) Layer{&find(kernel), {attention, home(key_home, head_dim), home(value_home, v_head_dim)}};
           })
-      .def("step", &Layer::step, nb::call_guard<nb::gil_scoped_release>());
+      .def("step", &Layer::step);
 
   module.def(
       "norm",
@@ -220,8 +224,7 @@ NB_MODULE(_kernels, module) {
                         pointer<const std::byte>(weight),
                         epsilon,
                         pointer<std::byte>(output)};
-        nb::gil_scoped_release release;
-        compute(norm, find(kernel), threads);
+        without_lock([&] { compute(norm, find(kernel), threads); });
       },
       "Root mean square norm of rows; see layers.h. Strides are elements.");
 
@@ -242,8 +245,7 @@ NB_MODULE(_kernels, module) {
                                 pointer<const std::byte>(query_weight),
                                 pointer<const std::byte>(key_weight),
                                 epsilon};
-        nb::gil_scoped_release release;
-        compute(rotation, find(kernel), threads);
+        without_lock([&] { compute(rotation, find(kernel), threads); });
       },
       "Rotary embedding of queries and keys in place, with norms where there are weights; see layers.h.");
 
@@ -253,8 +255,7 @@ NB_MODULE(_kernels, module) {
          int threads) {
         const Gate gate{static_cast<Type>(type), rows, width, pointer<const std::byte>(input),
                         pointer<std::byte>(output)};
-        nb::gil_scoped_release release;
-        compute(gate, find(kernel), threads);
+        without_lock([&] { compute(gate, find(kernel), threads); });
       },
       "silu(first half) * second half of rows; see layers.h.");
 
@@ -264,8 +265,7 @@ NB_MODULE(_kernels, module) {
          std::uintptr_t other, std::uintptr_t output, int threads) {
         const Linear linear{rows,           pointer<const std::byte>(input), input_stride,
                             weight(packed), pointer<const std::byte>(other), pointer<std::byte>(output)};
-        nb::gil_scoped_release release;
-        compute(linear, find(kernel), threads);
+        without_lock([&] { compute(linear, find(kernel), threads); });
       },
       "A linear layer over packed weights; see linear.h. The stride is in bytes.");
 
@@ -282,16 +282,12 @@ NB_MODULE(_kernels, module) {
                                    pointer<const std::byte>(key_norm),
                                    head_epsilon};
            })
-      .def(
-          "compute",
-          [](const Projection& self, int kernel, std::int64_t tokens, std::uintptr_t input, std::uintptr_t cos,
-             std::uintptr_t sin, std::uintptr_t heads, int threads) {
-            compute(self,
-                    {tokens, pointer<const std::byte>(input), pointer<const std::byte>(cos),
-                     pointer<const std::byte>(sin), pointer<std::byte>(heads)},
-                    find(kernel), threads);
-          },
-          nb::call_guard<nb::gil_scoped_release>());
+      .def("compute", [](const Projection& self, int kernel, std::int64_t tokens, std::uintptr_t input,
+                         std::uintptr_t cos, std::uintptr_t sin, std::uintptr_t heads, int threads) {
+        const ProjectionCall call{tokens, pointer<const std::byte>(input), pointer<const std::byte>(cos),
+                                  pointer<const std::byte>(sin), pointer<std::byte>(heads)};
+        without_lock([&] { compute(self, call, find(kernel), threads); });
+      });
 
   nb::class_<Residual>(module, "Residual", "What follows the attention of a layer; see decoder_layer.h.")
       .def("__init__",
@@ -299,16 +295,12 @@ NB_MODULE(_kernels, module) {
               const PackedWeight& down) {
              new (self) Residual{weight(output), norm_weight(norm), weight(gate_up), weight(down)};
            })
-      .def(
-          "compute",
-          [](const Residual& self, int kernel, std::int64_t tokens, std::uintptr_t input, std::uintptr_t attended,
-             std::uintptr_t result, int threads) {
-            compute(self,
-                    {tokens, pointer<const std::byte>(input), pointer<const std::byte>(attended),
-                     pointer<std::byte>(result)},
-                    find(kernel), threads);
-          },
-          nb::call_guard<nb::gil_scoped_release>());
+      .def("compute", [](const Residual& self, int kernel, std::int64_t tokens, std::uintptr_t input,
+                         std::uintptr_t attended, std::uintptr_t result, int threads) {
+        const ResidualCall call{tokens, pointer<const std::byte>(input), pointer<const std::byte>(attended),
+                                pointer<std::byte>(result)};
+        without_lock([&] { compute(self, call, find(kernel), threads); });
+      });
 
   module.def(
       "run_layers",
@@ -328,10 +320,7 @@ NB_MODULE(_kernels, module) {
                                pointer<const std::int32_t>(lengths),
                                pointer<const std::int32_t>(starts)};
         DecoderTimes times;
-        {
-          nb::gil_scoped_release release;
-          times = compute(layers, call, find(kernel), threads);
-        }
+        without_lock([&] { times = compute(layers, call, find(kernel), threads); });
         return std::tuple(times.projection, times.store, times.attention, times.residual);
       },
       "Decoder layers one after the other, over rows in place; returns the seconds in each of their parts. See "
@@ -343,24 +332,23 @@ NB_MODULE(_kernels, module) {
          std::uintptr_t indices, int threads) {
         const Largest largest{static_cast<Type>(type),       rows, width, stride, pointer<const std::byte>(input),
                               pointer<std::int64_t>(indices)};
-        nb::gil_scoped_release release;
-        return compute(largest, threads);
+        bool finite = false;
+        without_lock([&] { finite = compute(largest, threads); });
+        return finite;
       },
       "Where the largest element of each row is, and whether all are finite; see largest.h. Strides are elements.");
 
   module.def(
       "products",
       [](int kernel, int stored_type, std::int64_t count, int threads) {
-        nb::gil_scoped_release release;
-        products(find(kernel), static_cast<Type>(stored_type), count, threads);
+        without_lock([&] { products(find(kernel), static_cast<Type>(stored_type), count, threads); });
       },
       "As many multiply-adds and nothing else; see roofline.h.");
 
   module.def(
       "read",
       [](int kernel, std::uintptr_t data, std::int64_t bytes, int threads) {
-        nb::gil_scoped_release release;
-        read(find(kernel), pointer<const std::byte>(data), bytes, threads);
+        without_lock([&] { read(find(kernel), pointer<const std::byte>(data), bytes, threads); });
       },
       "Reads memory and does nothing else; see roofline.h.");
 }

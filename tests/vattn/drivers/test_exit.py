@@ -10,7 +10,8 @@ from tests.support.effort import effort
 pytestmark = [target.host_only, pytest.mark.slow(1)]
 
 SETUP = """
-import ctypes, threading, time, vattn
+import ctypes, threading, time, torch, vattn
+from vattn import cpu
 cache = vattn.init(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", max_batch_size=4, max_context_len=20000,
                    memory_budget="64MiB", kv_order="HND")
 k, v = cache.layer(0)
@@ -27,6 +28,16 @@ def step():  # pages come and go all the time
         for tokens in (6000, 12000, 1): cache.step({reqid: tokens})
         cache.trim()
 
+# The kernels over tensors that are never freed, as the interpreter frees others while threads go on.
+query, out, rows = torch.ones(1, 8, 64), torch.empty(1, 8, 64), torch.ones(1, 6000, 2, 64)
+lengths = torch.tensor([6000], dtype=torch.int32)
+for kept in (query, out, rows, lengths): ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+kernel, place = cpu._module()[0].attend, cpu._place(rows)
+given = (cpu._index(), 0, 0, 0, 8, 2, 64, 64, query.data_ptr(), 2048, 256, out.data_ptr(), place, place, place, place,
+         1, 0, lengths.data_ptr(), 0, 0, 0, 0, 0.1, 0.0, 0, 0, 1)
+def attend():
+    while True: kernel(*given)
+
 def start(body):
     threading.Thread(target=body, daemon=True).start()
     time.sleep(0.1)
@@ -37,6 +48,7 @@ def start(body):
     "script",
     [
         "start(write)",
+        "start(attend)",
         "start(step)",
         "start(write); start(step)",
         "start(step); raise SystemExit(0)",
