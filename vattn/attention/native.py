@@ -59,7 +59,8 @@ class Native:
         scales = stored.scales if isinstance(stored, Contiguous) else None
         rows, heads, head_dim = query.shape
         kv_heads, key_dim = key.shape[2:]
-        if (scales is None and query.dtype != key.dtype) or head_dim != key_dim or heads % kv_heads:
+        shared = heads > 0 and kv_heads > 0 and heads % kv_heads == 0
+        if (scales is None and query.dtype != key.dtype) or head_dim != key_dim or not shared:
             raise ConfigError(
                 f"queries {list(query.shape)} {query.dtype} do not fit keys of {kv_heads} heads of {key_dim} "
                 f"{key.dtype}: they have the same type and size, and each KV head as many query heads"

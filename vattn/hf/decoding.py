@@ -134,6 +134,7 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> boo
         and batch == rows
         and head_dim == key_dim
         and value.shape[:3] == key.shape[:3]
+        and heads > 0
         and (heads == kv_heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
     )
 

@@ -434,6 +434,7 @@ def test_slots_that_are_too_many_rows() -> None:
             "torch.bfloat16 do not fit keys of 2 heads of 8 torch.f",
         ),
         (torch.ones(1, 5, DIM), Span(0, 9, 10), "do not fit keys of 2 heads"),
+        (torch.ones(1, 0, DIM), Span(0, 9, 10), "do not fit keys of 2 heads"),
         (torch.ones(1, 6, 2 * DIM), Span(0, 9, 10), "do not fit keys of 2 heads"),
         (torch.ones(1, 6, DIM), Span(0, 0, 10), "1 rows of queries, but 1 requests have rows 0 to 10"),
         (torch.ones(1, 6, DIM), Span(SLOTS, 9, 10), f"slots from {SLOTS} to {SLOTS}; there are {SLOTS}"),
