@@ -55,8 +55,9 @@ void measure_panels(const Kernels& k) {
 }  // namespace
 
 std::span<const Kernels> kernels() {
-  // Joined here: code of theirs must not run before a CPU is known to have what it needs.
-  static const auto all = [] {
+  // Joined here: code of theirs must not run before a CPU is known to have what it needs. Never destroyed: threads may
+  // still run them when the process ends.
+  static const auto& all = *new std::vector<Kernels>([] {
     std::vector<Kernels> joined{VATTN_KERNELS portable_kernels};
     for (Kernels& k : joined)
       for (const Kernels* base = k.base; base; base = base->base) {
@@ -80,7 +81,7 @@ std::span<const Kernels> kernels() {
         break;  // the others have the same choice
       }
     return joined;
-  }();
+  }());
   return all;
 }
 
