@@ -139,20 +139,21 @@ struct Plan {
 
   // Adds an item, in parts if it may be `divided` and has many keys.
   void add(Item item, const Attention& a, bool divided) {
-    const int keys = item.end - item.begin, parts = divided ? (keys + kKeys - 1) / kKeys : 1;
+    // Numbers close to the largest length exceed 32 bits when they are rounded up.
+    const std::int64_t begin = item.begin, end = item.end, keys = end - begin;
+    const std::int64_t parts = divided ? (keys + kKeys - 1) / kKeys : 1;
     if (parts <= 1) {
       items.push_back(item);
       return;
     }
     // Whole blocks, but for the last part.
-    const int part = (keys + parts * kBlock - 1) / (parts * kBlock) * kBlock;
+    const std::int64_t part = (keys + parts * kBlock - 1) / (parts * kBlock) * kBlock;
     const std::int64_t stride = item.num_tokens * a.group() * item.num_heads * (sum_stride(a) + 2);
     Merge& merge = merges.emplace_back(item, 0, stride);
     merge.item.partial = partial;
-    const int end = item.end;
-    for (int begin = item.begin; begin < end; begin += part) {
-      item.begin = begin;
-      item.end = std::min(end, begin + part);
+    for (std::int64_t at = begin; at < end; at += part) {
+      item.begin = static_cast<int>(at);
+      item.end = static_cast<int>(std::min(end, at + part));
       item.partial = partial;
       partial += stride;
       ++merge.count;
