@@ -66,7 +66,8 @@ struct Avx2 {
   }
 
   static F exp2(F x) {
-    x = _mm256_max_ps(set(-200), _mm256_min_ps(set(127), x));  // in this order NaN stays NaN
+    // 2^128 is infinite. In this order NaN stays NaN.
+    x = _mm256_max_ps(set(-200), _mm256_min_ps(set(128), x));
     const F whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F rest = _mm256_sub_ps(x, whole);
     F y = set(kExp2[0]);

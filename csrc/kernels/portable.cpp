@@ -73,7 +73,8 @@ struct Portable {
     return each([&](int i) {
       float z = x.x[i];
       if (z < -126) return 0.0f;
-      if (z > 127) z = 127;
+      // 2^128 is infinite.
+      if (z > 128) z = 128;
       const float whole = z + 12582912.0f - 12582912.0f;  // 1.5 * 2^23 rounds to the nearest integer
       const float rest = z - whole;
       float y = kExp2[0];

@@ -157,6 +157,9 @@ def test_a_gate_that_is_shut(kernels: str) -> None:
     for dtype in DTYPES:
         rows = torch.tensor([[-100.0, -1000.0, -60_000.0, 7.0, -7.0, 7.0]], dtype=dtype)
         assert bool((cpu.gate(rows).double().abs() < 1e-30).all())
+        lowest = torch.tensor([torch.finfo(dtype).min, -1e30, -1e37, -1e38, -math.inf, math.nan], dtype=dtype)
+        got = cpu.gate(torch.cat([lowest, torch.ones_like(lowest)])[None])[0]
+        torch.testing.assert_close(got, silu(lowest), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture
