@@ -547,6 +547,8 @@ def linear(rows: Tensor, weight: Weight, other: Tensor | None = None) -> Tensor:
     `[n, out]`, contiguous.
     """
     n = rows.shape[0]
+    if rows.stride(0) % 2:  # kernels that read rows in place read pairs
+        rows = rows.contiguous()
     output = rows.new_empty(n, weight.out)
     _module()[0].linear(
         _index(),

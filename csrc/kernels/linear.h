@@ -22,7 +22,7 @@ struct Weight {
 struct Linear {
   std::int64_t rows;
   const std::byte* input;
-  std::int64_t input_stride;  // bytes
+  std::int64_t input_stride;  // bytes, a multiple of four
   Weight weight;
   const std::byte* other;  // [rows, out], contiguous, or null
   std::byte* output;       // [rows, out], contiguous

@@ -190,6 +190,15 @@ def test_linear(width: int, out: int) -> None:
 
 
 @pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("n", [1, 2, 65])
+def test_linear_over_rows_at_odd_distances(n: int) -> None:
+    weight = cpu.pack_weight(torch.randn(40, 64).bfloat16())
+    for first in (0, 1):
+        rows = torch.randn(n, 67).bfloat16()[:, first : first + 64]
+        assert torch.equal(cpu.linear(rows, weight), cpu.linear(rows.contiguous(), weight))
+
+
+@pytest.mark.usefixtures("linear_kernels")
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_large_weight_lies_in_huge_pages(gated: bool) -> None:
     """All that it fills, and nothing after it; where Linux has them."""
