@@ -62,6 +62,8 @@ struct TileProduct {
           float* const at = out + r * out_stride + c * Isa::kLanes;
           Isa::store(at, Isa::mul(Isa::load(at), Isa::set(rescale[r])), Isa::kLanes);
         }
+    // GCC 12 does not know that loads of tiles read memory, and could move what writes it behind them.
+    asm volatile("" : : : "memory");
     for (int r = 0; r < rows; r += 2 * kTileRows)
       for (int c = 0; c < columns; c += 2)
         square(rows - r > kTileRows, columns - c > 1, a + r * a_stride, a_stride, b.data + c * b.stride, b.stride,
