@@ -12,11 +12,7 @@
 #include <vector>
 
 namespace vattn {
-namespace {
 
-constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
-
-// The whole file; nothing where it is not there.
 std::string contents(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) {
@@ -31,6 +27,10 @@ std::string contents(const std::string& path) {
   close(fd);
   return text;
 }
+
+namespace {
+
+constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
 // The number that follows a field's name, or that the text starts with; kNoLimit for any other word ("max"), or none.
 std::size_t number(const std::string& text, const std::string& field = "") {

@@ -19,4 +19,7 @@ struct AvailableMemory {
 // for want of file descriptors or memory; files that are not there set no limit.
 AvailableMemory available_memory(const std::string& root = "");
 
+// The whole file; nothing where it is not there. Throws likewise.
+std::string contents(const std::string& path);
+
 }  // namespace vattn

@@ -11,13 +11,13 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -407,16 +407,18 @@ std::size_t seams(Address base, const Reservation& reservation, Address begin, A
 constexpr std::size_t kReservedMappings = 512;
 
 // Whether the kernel's table has room for `more` and a reserve. Near the limit the rest of the process is counted anew.
-bool room_for_mappings(State& s, std::size_t more) {
+Result room_for_mappings(State& s, std::size_t more) try {
   const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + kReservedMappings <= s.max_mappings; };
   if (s.other_mappings == 0 || !fits()) {
-    s.max_mappings = max_mappings();
-    std::ifstream maps("/proc/self/maps");
-    std::size_t lines = 0;
-    for (std::string line; std::getline(maps, line);) ++lines;
+    const std::size_t most = max_mappings();
+    const std::string maps = contents("/proc/self/maps");
+    const auto lines = static_cast<std::size_t>(std::count(maps.begin(), maps.end(), '\n'));
+    s.max_mappings = most;
     s.other_mappings = lines > s.kernel_mappings ? lines - s.kernel_mappings : 1;
   }
-  return fits();
+  return fits() ? kSuccess : kOutOfMemory;
+} catch (const std::system_error& error) {
+  return kErrno + error.code().value();
 }
 
 // Where memory is exhausted Linux ends a process instead of refusing, so that `create` has to refuse before. Looking
@@ -634,7 +636,8 @@ Result set_access(Address address, std::size_t size, const AccessDesc* descs, st
   const auto added = static_cast<std::size_t>(std::count_if(all.begin(), all.end(), [&](const Piece& piece) {
     return access != Access::kNone && !piece.mapping().entered && !piece.mapping().restored;
   }));
-  if (added && !room_for_mappings(s, added + 1)) return kOutOfMemory;
+  if (added)
+    if (const Result room = room_for_mappings(s, added + 1); room != kSuccess) return room;
   for (auto piece = all.begin(); piece != all.end(); ++piece) {
     if (piece->change(access, reservation.strict)) continue;
     const Result failed = from_errno();
@@ -965,7 +968,7 @@ void close_host_file(int granularity_log2, int number) {
 
 std::size_t max_mappings() {
   std::size_t value = 65530;
-  std::ifstream("/proc/sys/vm/max_map_count") >> value;
+  std::istringstream(contents("/proc/sys/vm/max_map_count")) >> value;
   return value;
 }
 

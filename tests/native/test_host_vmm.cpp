@@ -839,6 +839,17 @@ TEST(the_kernels_limit_of_mappings_is_an_error_before_it_is_reached) {
   const std::size_t entries = kernel_entries();
   CHECK(entries < limit - 256);
   CHECK(entries > limit - 1024);
+  // Without a file descriptor nobody can count what there is room for.
+  struct rlimit before{};
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  struct rlimit none = before;
+  none.rlim_cur = 0;
+  CHECK_EQ(vmm.map(base + 2 * mapped * kPage, kPage, 0, handle, 0), kSuccess);
+  setrlimit(RLIMIT_NOFILE, &none);
+  result = set_access(base + 2 * mapped * kPage, kPage, Access::kReadWrite);
+  setrlimit(RLIMIT_NOFILE, &before);
+  CHECK_EQ(result, kErrno + EMFILE);
+  CHECK_EQ(vmm.unmap(base + 2 * mapped * kPage, kPage), kSuccess);
   // Half of the mappings gone, there is room again.
   for (std::size_t i = 0; i < mapped; i += 2) CHECK_EQ(vmm.unmap(base + 2 * i * kPage, kPage), kSuccess);
   place(base, kPage, handle);
