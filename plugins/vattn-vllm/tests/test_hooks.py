@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -82,7 +82,10 @@ def test_what_the_scheduler_says() -> None:
 def test_what_requests_may_take() -> None:
     assert isinstance(Request.num_tokens_with_spec, property)
     source = inspect.getsource(Scheduler.__init__) + inspect.getsource(Request.__init__)
-    for attribute in ("max_num_running_reqs", "running", "waiting", "num_computed_tokens"):
+    assert RequestStatus.WAITING_FOR_STREAMING_REQ
+    queues = "running", "kv_holding_waiting", "waiting"
+    tokens = "num_lookahead_tokens", "num_computed_tokens", "num_output_placeholders"
+    for attribute in ("max_num_running_reqs", *queues, *tokens):
         assert re.search(rf"self\.{attribute}\b.* = ", source), attribute
 
 

@@ -191,7 +191,7 @@ class Engine:
 
     def step(self, calm: bool) -> None:
         rng, pool, self.number = self.rng, self.pool, self.number + 1
-        with self.backed.deciding(lambda: 0 if calm else 9):
+        with self.backed.deciding(lambda: (0, 0) if calm else (9, 9)):
             new: list[Any] = []
             for _ in range(0 if calm else rng.randrange(3)):
                 count = rng.randrange(1, 5)

@@ -82,6 +82,7 @@ def given_back(output: SchedulerOutput) -> list[int]:
 @functools.cache
 def giving_back(cls: type) -> type:
     """A subclass of a scheduler of vLLM that says which blocks hold nothing any more."""
+    from vllm.v1.request import RequestStatus
 
     class GivingBack(cls):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, vllm_config: Any, kv_cache_config: Any, **keywords: Any) -> None:
@@ -99,24 +100,41 @@ def giving_back(cls: type) -> type:
             with self._vattn.deciding(self._coming):
                 output = super().schedule(*args, **keywords)
                 ended = bool(output.finished_req_ids or output.preempted_req_ids)
-                idle = not self.running and not self.waiting
+                idle = not self.running and next(self._ready(), None) is None
                 gone = self._vattn.decide(allocated(output), ended=ended, idle=idle)
             if gone:
                 setattr(output, _GIVEN_BACK, gone)
             return output
 
-        def _coming(self) -> int:
-            """The most blocks that requests can get in the next step."""
-            most, tokens, requests = self.scheduler_config.max_num_batched_tokens, 0, 0
-            for request in itertools.chain(self.running, self.waiting):
-                if tokens >= most or requests >= self.max_num_running_reqs:
-                    break
-                tokens += request.num_tokens_with_spec - request.num_computed_tokens
-                requests += 1
+        def _coming(self) -> tuple[int, int]:
+            """The most blocks that requests can get in the next step, and those that have to be free for it: a request
+            begins only where all of its prompt has room.
+            """
+            left, coming, free = self.scheduler_config.max_num_batched_tokens, 0, 0
             groups = self.kv_cache_config.kv_cache_groups
             size = min(group.kv_cache_spec.block_size for group in groups)
-            # A chunk of each may begin at the end of a block.
-            return len(groups) * (min(tokens, most) // size + requests)
+
+            def blocks(tokens: int) -> int:
+                # They may begin at the end of a block. With windows a request never has as many as it has tokens for.
+                most = len(groups) * ((tokens + self.num_lookahead_tokens) // size + 1)
+                return min(most, self._vattn.longest)
+
+            requests = itertools.chain(self.running, self._ready())
+            for request in itertools.islice(requests, self.max_num_running_reqs):
+                if left <= 0:
+                    break
+                tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+                chunk = min(tokens, left)
+                left -= chunk
+                coming += blocks(chunk)
+                free += blocks(chunk if request.status == RequestStatus.RUNNING else tokens)
+            return coming, free
+
+        def _ready(self) -> Iterator[Any]:
+            """The requests that wait, without sessions that have no input yet."""
+            for request in itertools.chain(self.kv_holding_waiting, self.waiting):
+                if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+                    yield request
 
         def update_from_output(self, *args: Any, **keywords: Any) -> Any:
             self._vattn.ended()
@@ -182,14 +200,16 @@ class _Backed:
             pool.get_num_free_blocks = self._affordable
 
     @contextmanager
-    def deciding(self, coming: Callable[[], int]) -> Iterator[None]:
+    def deciding(self, coming: Callable[[], tuple[int, int]]) -> Iterator[None]:
         """A step of the scheduler, in which the broker takes nothing back; `coming`: how many blocks it may allocate at
-        most.
+        most, and how many have to be free.
         """
         if self._lent is None:
             yield
             return
-        with self._lent.deciding(self._count(), coming()) as self._most:
+        count = self._count()
+        most, free = coming()
+        with self._lent.deciding(count, max(most, self._used() + self._shows_null + free - count)) as self._most:
             try:
                 yield
             finally:
@@ -233,6 +253,12 @@ class _Backed:
             oldest = self._oldest if self._cached else None
             lent.decided(self._count(), parked=left - self._cached, cached=self._cached, oldest=oldest)
         return gone
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest request, where they are lent."""
+        assert self._lent is not None
+        return self._lent.longest
 
     @property
     def asks(self) -> bool:

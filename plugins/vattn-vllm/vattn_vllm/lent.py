@@ -34,6 +34,7 @@ class LentBlocks:
         longest: blocks of the longest request.
 
     Attributes:
+        longest: blocks of the longest request.
         wake: has an idle engine take a step.
 
     Raises:
@@ -53,7 +54,8 @@ class LentBlocks:
     ) -> None:
         least, most = (0, None) if share is None else parse_share(share)
         self.wake: Callable[[], object] = lambda: None
-        self._block_bytes, self._blocks, self._longest = block_bytes, blocks, longest
+        self.longest = longest
+        self._block_bytes, self._blocks = block_bytes, blocks
         self._lock = threading.Lock()  # of a decision, and of all that is below
         self._limit = 0  # bytes that may be taken; written by the borrower's thread
         self._counts = deque([0])  # blocks with memory after the last step that has ended, and after each one since
@@ -88,7 +90,7 @@ class LentBlocks:
         lent = self._limit // self._block_bytes
         if coming and lent < min(count + coming, self._blocks):
             # Without room for its longest request an engine may get nowhere, whatever it preempts.
-            self._borrower.wait(self._level(count + coming), _GLANCE, needed=lent < self._longest)
+            self._borrower.wait(self._level(count + coming), _GLANCE, needed=lent < self.longest)
         with self._lock:
             yield min(self._limit, self._borrower.at_most) // self._block_bytes
 
