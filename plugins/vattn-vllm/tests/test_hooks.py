@@ -54,6 +54,7 @@ def test_signatures() -> None:
     assert parameters(Worker.execute_model) == ["self", "scheduler_output"]
     assert parameters(Scheduler.schedule) == ["self", "throttle_prefills"]
     assert parameters(Scheduler.update_from_output) == ["self", "scheduler_output", "model_runner_output"]
+    assert parameters(Scheduler.reset_prefix_cache) == ["self", "reset_running_requests", "reset_connector"]
     assert parameters(Scheduler.has_requests) == parameters(Scheduler.shutdown) == ["self"]
     assert parameters(SchedulerConfig.get_scheduler_cls) == ["self"]
     assert parameters(get_max_concurrency_for_kv_cache_config) == ["vllm_config", "kv_cache_config"]

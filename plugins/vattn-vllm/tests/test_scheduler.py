@@ -167,3 +167,22 @@ def test_an_engine_with_a_session_that_goes_on_is_not_idle(model: Path) -> None:
     engine.run(lambda: waits_for_input(session))
     engine.step()
     assert len(engine.memory) == 6, "nothing runs, and the session has no input yet"
+
+
+def test_a_prefix_cache_that_is_reset_leaves_no_memory(model: Path, engine: Engine) -> None:
+    """By a step without requests, as nothing else may come."""
+    alone = Engine(model, {"keep_free": 0})
+    for each in alone, engine:
+        scheduler = each.scheduler
+        each.run(each.add(64).is_finished)
+        each.run(lambda scheduler=scheduler: not scheduler.has_requests())
+        assert len(each.memory) >= 4
+        assert scheduler.reset_prefix_cache()
+        assert scheduler.has_requests()
+        each.step()
+        assert not scheduler.has_requests()
+    assert not alone.memory
+    used = engine.scheduler._vattn._lent.usage(wait=False)
+    assert (used.owned, used.parked, used.cached) == (0, len(engine.memory) * BLOCK, 0)
+    assert alone.scheduler.reset_prefix_cache()
+    assert not alone.scheduler.has_requests(), "nothing has memory"

@@ -140,6 +140,12 @@ def giving_back(cls: type) -> type:
             self._vattn.ended()
             return super().update_from_output(*args, **keywords)
 
+        def reset_prefix_cache(self, *args: Any, **keywords: Any) -> bool:
+            done: bool = super().reset_prefix_cache(*args, **keywords)
+            if done:
+                self._vattn.forgotten()
+            return done
+
         def has_requests(self) -> bool:
             return super().has_requests() or self._vattn.asks
 
@@ -193,6 +199,7 @@ class _Backed:
         self._cached = 0
         self._since: dict[int, int] = {}
         self._oldest: int | None = None
+        self._forgotten = False  # the prefix cache has, all of them, and no step has dealt with it
         self._lent = lent
         self._most: int | None = None  # blocks that may be backed now
         self._free_blocks: Callable[[], int] = pool.get_num_free_blocks
@@ -218,6 +225,7 @@ class _Backed:
     def decide(self, allocated: list[int], *, ended: bool, idle: bool) -> list[int]:
         """The blocks to give back before those that were allocated are backed; the prefix cache has forgotten them."""
         pool, options, lent = self._pool, self._options, self._lent
+        self._forgotten = False
         self._backed.update(allocated)
         count = self._count()
         over = 0 if self._most is None else max(0, count - self._most)
@@ -262,8 +270,13 @@ class _Backed:
 
     @property
     def asks(self) -> bool:
-        """Whether the broker wants memory back, for which a step has to be taken."""
-        return self._lent is not None and self._lent.asks
+        """Whether a step has to be taken to give memory back: the broker wants it, or what it held was forgotten."""
+        return self._forgotten or (self._lent is not None and self._lent.asks)
+
+    def forgotten(self) -> None:
+        """The prefix cache has forgotten all blocks."""
+        self._cached, self._since, self._oldest = 0, {}, None
+        self._forgotten = bool(self._backed)
 
     def ended(self) -> None:
         """The workers have executed the earliest step that had yet to end."""
