@@ -89,6 +89,15 @@ def test_a_block_that_was_replaced_stays_so() -> None:
     assert seen == [row, [NULL_BLOCK, *row[1:]], [NULL_BLOCK, *row[1:]]]
 
 
+@pytest.mark.parametrize("window", [None, 2 * BLOCK])
+def test_rows_of_a_run_that_warms_up_show_the_null_block(window: int | None) -> None:
+    has = torch.zeros(BLOCKS, dtype=torch.bool)
+    group, rows = Group(BLOCK, window), torch.zeros(2, 5, dtype=torch.int32)
+    assert group.rows(rows, torch.tensor([0, 0]), torch.tensor([1, 1]), has).null
+    rows[:, :2] = torch.tensor([[3, 0], [4, 5]])
+    assert not group.rows(rows, torch.tensor([0, 4]), torch.tensor([1, 5]), has).null, "what is behind a row's end"
+
+
 def block_windows() -> BlockWindows:
     return BlockWindows(
         num_layers=1,

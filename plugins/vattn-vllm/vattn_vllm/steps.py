@@ -78,7 +78,9 @@ class Group:
         gone[: before.shape[0], : before.shape[1]] |= before == NULL_BLOCK
         replaced = unseen & gone
         self._shown = blocks.masked_fill_(replaced, NULL_BLOCK)
-        return Rows(blocks, counts - first, first * self.block_size, null=bool(replaced.any()))
+        # A run that warms up has rows of the null block where queries see it, too.
+        null = (blocks == NULL_BLOCK) & (columns < (counts - first)[:, None])
+        return Rows(blocks, counts - first, first * self.block_size, null=bool(null.any()))
 
 
 @dataclass(frozen=True)
