@@ -79,13 +79,11 @@ class WindowMetadata:
     Attributes:
         num_actual_tokens: tokens without padding.
         slots: where each of them is written, by vLLM's number, int64; below 0 for nowhere, as tokens of a draft that
-            were rejected are.
-        stored: which tokens are written; None for all.
+            were rejected are, and those of runs that warm up.
     """
 
     num_actual_tokens: int
     slots: Tensor
-    stored: Tensor | None
     _step: Step
     _group: int
     _starts: Tensor
@@ -106,6 +104,12 @@ class WindowMetadata:
         """The block table by which kernels find rows that are not in windows; None if all are."""
         return None if self._step.windows(self._group) is not None else self._step.table(self._group)
 
+    @cached_property
+    def stored(self) -> Tensor | None:
+        """Which tokens are written, their numbers; None for all."""
+        stored = (self.slots >= 0).nonzero().flatten()
+        return None if len(stored) == len(self.slots) else stored
+
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     """Prepares to show the rows of a block table, and packs the batch.
@@ -120,7 +124,6 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self._layers = vllm_config.compilation_config.static_forward_context
         self._name = layer_names[0]
         self._block_size = kv_cache_spec.block_size
-        self._drafts = vllm_config.speculative_config is not None
         self.reorder_batch_threshold = 1 if device.type == "cuda" else None
 
     def build(
@@ -141,22 +144,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         if offsets is not None:
             starts, ends = starts - offsets, ends - offsets
         slots = step.slot_mapping[:tokens].long()
-        return WindowMetadata(
-            tokens,
-            slots,
-            _stored(slots) if self._drafts else None,
-            shown,
-            attention.group,
-            starts,
-            ends,
-            self.device,
-        )
-
-
-def _stored(slots: Tensor) -> Tensor | None:
-    """The tokens that have a slot; None for all."""
-    stored = (slots >= 0).nonzero().flatten()
-    return None if len(stored) == len(slots) else stored
+        return WindowMetadata(tokens, slots, shown, attention.group, starts, ends, self.device)
 
 
 def on_host(table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,9 +252,9 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
             return output
         if self._shares is None:
             key, value = key[:count], value[:count]
-            if (stored := attn_metadata.stored) is not None:
-                key, value, slots = key[stored], value[stored], slots[stored]
             if not vattn.cpu.store(key, value, self._keys, self._values, slots):
+                if (stored := attn_metadata.stored) is not None:
+                    key, value, slots = key[stored], value[stored], slots[stored]
                 self._keys.index_copy_(0, slots, key)
                 self._values.index_copy_(0, slots, value)
         query = query[:count].view(count, self.num_heads, self.head_size)
