@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import queue
 import re
@@ -9,12 +10,14 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import vllm.version
 from vattn_vllm import hooks
 from vattn_vllm.attention import on_host
 from vattn_vllm.options import selected
 from vattn_vllm.refusals import TRIED
+from vattn_vllm.worker import CPUWorker
 from vllm.config import SchedulerConfig, get_layers_from_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -164,3 +167,34 @@ def test_other_engines_have_their_own_scheduler() -> None:
     assert not selected(other)
     assert type(config.get_scheduler_cls()(vllm_config=other)) is Stock
     assert made == [other]
+
+
+class Derived(CPUWorker):
+    """A worker of somebody else's."""
+
+
+def test_whose_workers_are_the_plugins() -> None:
+    def chosen(worker: Any) -> bool:
+        return selected(SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker)))
+
+    for worker in ("vattn_vllm.CPUWorker", "vattn_vllm.worker.CUDAWorker", f"{__name__}.Derived", Derived):
+        assert chosen(worker)
+    for worker in ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", f"{__name__}.SimpleNamespace", SimpleNamespace):
+        assert not chosen(worker)
+
+
+def test_it_is_installed_beside_another_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrap() -> None:
+        stock = SchedulerConfig.get_scheduler_cls
+        monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", functools.wraps(stock)(lambda self: stock(self)))
+
+    hooks.install()
+    ours = SchedulerConfig.get_scheduler_cls
+    monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", ours.__wrapped__)
+    monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
+    wrap()
+    assert not hooks.installed()
+    hooks.install()
+    assert hooks.installed()
+    wrap()
+    assert hooks.installed()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _GIVEN_BACK = "vattn_given_back"
+_INSTALLED = "vattn_installed"  # which functools.wraps passes on to what others wrap around it
 
 
 def install() -> None:
@@ -46,6 +47,7 @@ def install() -> None:
 
         return make
 
+    setattr(get_scheduler_cls, _INSTALLED, True)
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
 
     notify = EngineCoreProc._notify_idle_state_callbacks
@@ -63,7 +65,7 @@ def installed() -> bool:
     """Whether `install` was called in this process."""
     from vllm.config import SchedulerConfig
 
-    return hasattr(SchedulerConfig.get_scheduler_cls, "__wrapped__")
+    return hasattr(SchedulerConfig.get_scheduler_cls, _INSTALLED)
 
 
 def allocated(output: SchedulerOutput) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,7 +87,19 @@ class Options:
 
 
 def selected(config: VllmConfig) -> bool:
-    """Whether this engine's workers are the plugin's."""
-    worker = config.parallel_config.worker_cls
-    module = worker if isinstance(worker, str) else worker.__module__
-    return module.split(".")[0] == "vattn_vllm"
+    """Whether this engine's workers are the plugin's, or of a subclass of theirs.
+
+    Raises:
+        ImportError, AttributeError: there is no such class.
+    """
+    worker: Any = config.parallel_config.worker_cls
+    if isinstance(worker, str):
+        module, _, name = worker.rpartition(".")
+        if _package(module) in ("", "vllm", "vattn_vllm"):  # without an import, which takes seconds
+            return _package(module) == "vattn_vllm"
+        worker = getattr(importlib.import_module(module), name)
+    return any(_package(base.__module__) == "vattn_vllm" for base in worker.__mro__)
+
+
+def _package(module: str) -> str:
+    return module.split(".")[0]
