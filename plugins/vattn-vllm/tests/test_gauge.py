@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vattn_vllm.gauge import Usage, _address, _total
+from vllm.v1.engine.utils import _apply_dp_identity_suffix
 
 WORKER = """
 import sys
@@ -42,7 +43,8 @@ print(text)
 
 
 def config(name: str) -> Any:
-    return SimpleNamespace(instance_id=name, parallel_config=SimpleNamespace(data_parallel_index=0))
+    parallel = SimpleNamespace(data_parallel_index=0)
+    return SimpleNamespace(instance_id=name, parallel_config=parallel, kv_transfer_config=None)
 
 
 def stats(mapped: int, reserved: int) -> Any:
@@ -96,3 +98,15 @@ def test_an_address_that_is_taken_costs_the_gauge_and_no_more() -> None:
     first.set(stats(1, 1))
     second.set(stats(2, 2))
     assert _total([_address(config(name), 0, 0)], 0) == 1
+
+
+def test_engines_that_ray_runs() -> None:
+    """vLLM gives each an instance of its own, which other processes are not told."""
+    other = config(name := f"test-{id(object())}-ray")
+    other.parallel_config.data_parallel_index = 12
+    _apply_dp_identity_suffix(other, 12)
+    assert other.instance_id != name
+    usage = Usage(other, 0)
+    usage.set(stats(7, 8))
+    assert _total([_address(config(name), 12, 0)], 0) == 7
+    assert _total([_address(config(name), 2, 0)], 0) == 0

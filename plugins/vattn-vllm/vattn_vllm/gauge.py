@@ -33,7 +33,8 @@ _MULTIPLE = "PROMETHEUS_MULTIPROC_DIR"  # set where several processes serve /met
 
 
 def _address(config: VllmConfig, engine: int, rank: int) -> str:
-    return f"\0vattn-vllm-{os.getuid()}-{config.instance_id}-{engine}-{rank}"
+    instance = config.instance_id.removesuffix(f"_dp{engine}")  # which vLLM adds in engines that Ray runs
+    return f"\0vattn-vllm-{os.getuid()}-{instance}-{engine}-{rank}"
 
 
 class Usage:
