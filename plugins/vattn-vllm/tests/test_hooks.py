@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -91,6 +92,8 @@ def test_what_requests_may_take() -> None:
     tokens = "num_lookahead_tokens", "num_computed_tokens", "num_output_placeholders"
     for attribute in ("max_num_running_reqs", *queues, *tokens):
         assert re.search(rf"self\.{attribute}\b.* = ", source), attribute
+    assert "self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)" in inspect.getsource(KVCacheManager)
+    assert "watermark" in {field.name for field in fields(SchedulerConfig)}
 
 
 def test_how_an_idle_engine_is_woken() -> None:

@@ -37,14 +37,13 @@ class Engine:
         arguments = EngineArgs(
             model=str(model),
             dtype="float32",
-            max_model_len=1024,
             max_num_seqs=8,
             enforce_eager=True,
             skip_tokenizer_init=True,
             block_size=TOKENS,
             worker_cls="vattn_vllm.CPUWorker",
             additional_config={"vattn": plugin},
-            **{"max_num_batched_tokens": 128, **options},
+            **{"max_model_len": 1024, "max_num_batched_tokens": 128, **options},
         )
         config = arguments.create_engine_config()
         config.cache_config.num_gpu_blocks = BLOCKS
@@ -152,6 +151,21 @@ def test_a_prompt_that_is_computed_in_parts_gets_memory(engine: Engine, pool: Po
     engine.run(engine.add(40).is_finished)
     give_way(engine, pool)
     engine.run(engine.add(800).is_finished)
+
+
+@pytest.mark.parametrize(("blocks", "watermark"), [(64, 0.5), (20, 0.3)])
+def test_requests_run_beside_a_watermark(blocks: int, watermark: float, model: Path, pool: Pool) -> None:
+    """There is memory for it as well, and it is a share of what there is memory for."""
+    plugin = {"kv_pool": NAME, "kv_share": f"at most {blocks * BLOCK}B"}
+    engine = Engine(model, plugin, watermark=watermark, max_model_len=256)
+    engine.run(engine.add(40).is_finished)
+    give_way(engine, pool)
+    engine.add(40, max_tokens=200)
+    engine.run(lambda: engine.scheduler.running)
+    engine.add(40, max_tokens=200)
+    engine.run(lambda: len(engine.scheduler.running) == 2)
+    assert engine.scheduler.kv_cache_manager.watermark_blocks == int(watermark * blocks)
+    engine.scheduler.shutdown()
 
 
 def test_an_engine_with_a_session_that_goes_on_is_not_idle(model: Path) -> None:

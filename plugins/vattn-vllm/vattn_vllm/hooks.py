@@ -99,6 +99,8 @@ def giving_back(cls: type) -> type:
             self._vattn = _Backed(self.kv_cache_manager.block_pool, options, shows_null=shows_null, lent=lent)
 
         def schedule(self, *args: Any, **keywords: Any) -> Any:
+            # vLLM's own is a share of all blocks, of which no more may ever have memory than are lent.
+            self.kv_cache_manager.watermark_blocks = int(self.scheduler_config.watermark * self._vattn.most)
             with self._vattn.deciding(self._coming):
                 output = super().schedule(*args, **keywords)
                 ended = bool(output.finished_req_ids or output.preempted_req_ids)
@@ -110,9 +112,9 @@ def giving_back(cls: type) -> type:
 
         def _coming(self) -> tuple[int, int]:
             """The most blocks that requests can get in the next step, and those that have to be free for it: a request
-            begins only where all of its prompt has room.
+            begins only where all of its prompt has room, beside vLLM's watermark.
             """
-            left, coming, free = self.scheduler_config.max_num_batched_tokens, 0, 0
+            left, coming, free, waits = self.scheduler_config.max_num_batched_tokens, 0, 0, False
             groups = self.kv_cache_config.kv_cache_groups
             size = min(group.kv_cache_spec.block_size for group in groups)
 
@@ -129,8 +131,9 @@ def giving_back(cls: type) -> type:
                 chunk = min(tokens, left)
                 left -= chunk
                 coming += blocks(chunk)
-                free += blocks(chunk if request.status == RequestStatus.RUNNING else tokens)
-            return coming, free
+                waits = request.status != RequestStatus.RUNNING
+                free += blocks(tokens if waits else chunk)
+            return coming, free + waits * self.kv_cache_manager.watermark_blocks
 
         def _ready(self) -> Iterator[Any]:
             """The requests that wait, without sessions that have no input yet."""
@@ -263,6 +266,12 @@ class _Backed:
             oldest = self._oldest if self._cached else None
             lent.decided(self._count(), parked=left - self._cached, cached=self._cached, oldest=oldest)
         return gone
+
+    @property
+    def most(self) -> int:
+        """The blocks that may ever have memory."""
+        most: int = self._pool.num_gpu_blocks
+        return most if self._lent is None else min(most, self._lent.most)
 
     @property
     def longest(self) -> int:

@@ -92,7 +92,12 @@ class LentBlocks:
             # Without room for its longest request an engine may get nowhere, whatever it preempts.
             self._borrower.wait(self._level(count + coming), _GLANCE, needed=lent < self.longest)
         with self._lock:
-            yield min(self._limit, self._borrower.at_most) // self._block_bytes
+            yield min(self._limit // self._block_bytes, self.most)
+
+    @property
+    def most(self) -> int:
+        """The most blocks to be had."""
+        return self._borrower.at_most // self._block_bytes
 
     @property
     def asks(self) -> bool:
