@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vattn_vllm.options import Options
 from vattn_vllm.refusals import check_cache, check_engine
+from vllm.config import SpeculativeConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -61,7 +63,11 @@ def engine(**changes: Any) -> Any:
         speculative_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False, world_size=1
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            use_ubatching=False,
+            world_size=1,
         ),
     )
     for path, value in changes.items():
@@ -115,6 +121,17 @@ def test_a_pool_counts_one_device() -> None:
     with pytest.raises(ConfigError, match="counts the memory of one device"):
         check_engine(cuda, options)
     check_engine(cuda, Options())
+
+
+def test_a_pool_counts_the_layers_of_no_drafter_in_the_last_stage() -> None:
+    drafter: Any = object.__new__(SpeculativeConfig)
+    stages = {"parallel_config__pipeline_parallel_size": 2, "parallel_config__world_size": 2}
+    for method, has_layers in ("draft_model", True), ("mtp", True), ("ngram", False):
+        drafter.method = method
+        check_engine(engine(**stages, speculative_config=drafter), Options())
+        check_engine(engine(speculative_config=drafter), Options(kv_pool="a"))
+        with pytest.raises(ConfigError, match="those of a drafter") if has_layers else nullcontext():
+            check_engine(engine(**stages, speculative_config=drafter), Options(kv_pool="a"))
 
 
 def test_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,3 +133,9 @@ def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
     on_cpu = config.device_config.device_type == "cpu"
     if options.kv_pool is not None and not on_cpu and config.parallel_config.world_size > 1:
         yield "a kv_pool counts the memory of one device, and the engine has several; leave it out"
+    speculative, stages = config.speculative_config, config.parallel_config.pipeline_parallel_size
+    if options.kv_pool is not None and stages > 1 and speculative is not None and speculative.uses_draft_kv_cache():
+        yield (
+            "a kv_pool counts the model's layers, and the last stage has those of a drafter too; leave out "
+            "--pipeline-parallel-size, --speculative-config or the kv_pool"
+        )
