@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vattn_vllm.memory import KVMemory
+from vattn_vllm.options import Options
 from vattn_vllm.steps import NULL_BLOCK, Group, ShownRows, Step
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from vattn import BlockWindows, InvalidBlock
 
@@ -174,3 +179,34 @@ def test_rows_that_could_not_be_shown_are_shown_again() -> None:
     shown.show(table, counts)
     assert windows.stats().shows == 2
     windows.close()
+
+
+def test_memory_that_a_row_gives_to_the_null_block_is_noticed() -> None:
+    """In a step for which the scheduler said nothing, too."""
+    spec = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=32)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=96),
+        scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=16),
+    )
+    cache: Any = SimpleNamespace(
+        num_blocks=8,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])],
+        kv_cache_tensors=[SimpleNamespace(layers=["layer"])],
+    )
+    memory = KVMemory(config, cache, torch.device("cpu"), Options())
+
+    def step(back: list[int], give_back: list[int]) -> bool:
+        memory.begin_step(back, give_back)
+        return memory.changed()
+
+    assert step([1, 2, 3, 4], [])
+    assert not step([], [])
+    assert step([], [1])  # which is behind the window of a request that this step is without
+    assert not step([], [])
+    shown, _ = memory.rows(0, torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), torch.tensor([49]), torch.tensor([50]))
+    assert shown.windows(0) is not None
+    assert memory.windows.backed() == {NULL_BLOCK, 2, 3, 4}
+    assert memory.changed()
+    assert not memory.changed()
+    memory.check()
+    memory.windows.close()

@@ -57,6 +57,7 @@ class KVMemory:
         self._shown_rows = ShownRows(self.windows)
         self._has = torch.zeros(cache.num_blocks, dtype=torch.bool)
         self._step: Step | None = None
+        self._changed = False
 
     def views(self) -> dict[str, Tensor]:
         """The cache of each layer as vLLM sees it: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`."""
@@ -77,12 +78,8 @@ class KVMemory:
 
     # What the scheduler decided
 
-    def begin_step(self, back: Iterable[int], give_back: Iterable[int]) -> bool:
-        """Gives back the memory of blocks that hold nothing any more, and backs those that will be written.
-
-        Returns:
-            Whether there were any.
-        """
+    def begin_step(self, back: Iterable[int], give_back: Iterable[int]) -> None:
+        """Gives back the memory of blocks that hold nothing any more, and backs those that will be written."""
         self._step = None
         gone, new = set(give_back), list(back)
         if gone:
@@ -91,10 +88,17 @@ class KVMemory:
             keep = set() if keep == {NULL_BLOCK} else keep
             self._shown_rows.forget()
             self.windows.trim(keep)
+            self._changed = True
             self._has.zero_()[list(keep)] = True
         if new:
             self._back(new)
-        return bool(gone or new)
+
+    def changed(self) -> bool:
+        """Whether blocks got or lost memory since this was last asked; rows that are shown may give some to the null
+        block.
+        """
+        changed, self._changed = self._changed, False
+        return changed
 
     def blocks(self, name: str, table: Tensor) -> Blocks:
         """A layer's blocks as kernels take them that find rows by a block table, `[rows, blocks]` int32."""
@@ -103,10 +107,11 @@ class KVMemory:
 
     def _back(self, blocks: list[int]) -> None:
         try:
-            self.windows.back(blocks)
+            new = self.windows.back(blocks)
         except MappingLimit:  # windows have all that homes have not
             self._shown_rows.hide()
-            self.windows.back(blocks)
+            new = self.windows.back(blocks)
+        self._changed |= bool(new)
         self._has[blocks] = True
 
     # What the attention metadata are built from

@@ -76,9 +76,9 @@ class _WindowWorker(StockCUDAWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         memory = self._memory
         assert memory is not None
-        changed = memory.begin_step(hooks.allocated(scheduler_output), hooks.given_back(scheduler_output))
+        memory.begin_step(hooks.allocated(scheduler_output), hooks.given_back(scheduler_output))
         output = super().execute_model(scheduler_output)
-        if changed:
+        if memory.changed():
             self._usage.set(memory.windows.stats())
         return output
 
