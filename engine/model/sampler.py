@@ -8,7 +8,7 @@ token: filters are thresholds, and a token is drawn from sums of blocks first, t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from .forward import Row
 
 _BLOCK = 128  # tokens whose weights are summed up first
 _HEAD = 1024  # most probable tokens that a top-p filter tries before it sorts the whole row
+_FEW = 1024  # most biases of a row that are added in one call for all rows, which takes memory for every row
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -159,8 +160,9 @@ class Batch:
             [len(requests[row].output_token_ids) + rows[row].ahead for row in drawn], dtype=np.uint64
         )
 
+        self.shared: _Shared = _Shared(device, None if previous is None else previous.shared)
         self._allowed = [
-            (row, torch.tensor(param.allowed_token_ids, device=device))
+            (row, self.shared.ids(param.allowed_token_ids))
             for row, param in enumerate(params)
             if param.allowed_token_ids is not None
         ]
@@ -169,10 +171,14 @@ class Batch:
         structured = [(row, grammar) for row, request in enumerate(requests) if (grammar := request.grammar)]
         self._grammars = [grammar for _, grammar in structured]
         self._grammar_rows = torch.tensor([row for row, _ in structured], dtype=torch.int64, device=device)
-        self._held = [row for row, request in enumerate(requests) if request.sampling.min_tokens]
-        biases = [(row, *item) for row, param in enumerate(params) for item in (param.logit_bias or {}).items()]
-        self._bias_at = tuple(torch.tensor([bias[i] for bias in biases], device=device) for i in (0, 1))
-        self._biases = torch.tensor([bias[2] for bias in biases], dtype=torch.float32, device=device)
+        self._held = [
+            (row, request, self.shared.ids(request.held_token_ids))
+            for row, request in enumerate(requests)
+            if request.sampling.min_tokens and not request.may_stop
+        ]
+        biased = [(row, *self.shared.biases(param.logit_bias)) for row, param in enumerate(params) if param.logit_bias]
+        self._few_biases = _together([each for each in biased if len(each[1]) <= _FEW])
+        self._many_biases = [each for each in biased if len(each[1]) > _FEW]
         penalized = [row for row, param in enumerate(params) if param.penalized]
         known = previous.history if previous is not None and previous.device == device else None
         self.history: _History | None = (
@@ -182,12 +188,13 @@ class Batch:
     def edits(self) -> bool:
         """Whether `edit` would change anything in this step."""
         if self._held:
-            self._held = [row for row in self._held if not self.requests[row].may_stop]
+            self._held = [each for each in self._held if not each[1].may_stop]
         return bool(
             self._allowed
             or self._bad_words
             or self._held
-            or len(self._biases)
+            or self._few_biases
+            or self._many_biases
             or self.history
             or self._processed
             or self._grammars
@@ -204,10 +211,13 @@ class Batch:
             for *head, last in request.bad_words_ids:
                 if output[len(output) - len(head) :] == head:
                     logits[row, last] = -math.inf
-        for row in self._held:
-            logits[row, list(self.requests[row].held_token_ids)] = -math.inf
-        if len(self._biases):
-            logits.index_put_(self._bias_at, self._biases, accumulate=True)
+        for row, _, held in self._held:
+            logits[row].index_fill_(0, held, -math.inf)
+        if self._few_biases is not None:
+            at, biases = self._few_biases
+            logits.index_put_(at, biases, accumulate=True)
+        for row, ids, biases in self._many_biases:
+            logits[row].index_add_(0, ids, biases)
         if self.history is not None:
             self.history.penalize(logits)
 
@@ -243,6 +253,41 @@ class Batch:
         self.num_tokens += np.uint64(1)
         if self.history is not None:
             self.history.append(tokens)
+
+
+class _Shared:
+    """What parameters hold as tensors, made once for all requests that share the parameters.
+
+    Args:
+        known: of the batch before, for parameters that are in both.
+    """
+
+    def __init__(self, device: torch.device, known: _Shared | None) -> None:
+        self._device = device
+        self._known = known._made if known is not None and known._device == device else {}
+        # By identity, as these may have as many entries as the vocabulary; held here, so that no other gets theirs.
+        self._made: dict[int, tuple[object, tuple[Tensor, ...]]] = {}
+
+    def ids(self, token_ids: Collection[int]) -> Tensor:
+        """int64 `[len(token_ids)]`."""
+        return self._tensors(token_ids)[0]
+
+    def biases(self, biases: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+        """Token ids, as `ids`, and what is added to their logits, float32."""
+        ids, values = self._tensors(biases, biases.values())
+        return ids, values
+
+    def _tensors(self, token_ids: Collection[int], values: Collection[float] = ()) -> tuple[Tensor, ...]:
+        key = id(token_ids)
+        if key not in self._made:
+            self._made[key] = self._known.get(key) or (
+                token_ids,
+                tuple(
+                    torch.from_numpy(np.fromiter(each, dtype, len(each))).to(self._device)
+                    for each, dtype in ((token_ids, np.int64), (values, np.float32))
+                ),
+            )
+        return self._made[key][1]
 
 
 class _History:
@@ -419,6 +464,16 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _together(biased: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
+    """Rows with token ids, and what is added there, of biases of single rows; None if there are none."""
+    if not biased:
+        return None
+    rows, ids, biases = zip(*biased, strict=True)
+    lengths = torch.tensor([len(each) for each in ids])
+    at = torch.tensor(rows).repeat_interleave(lengths).to(ids[0].device)
+    return (at, torch.cat(ids)), torch.cat(biases)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:

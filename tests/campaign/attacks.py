@@ -339,6 +339,8 @@ def words(rng: random.Random, key: str | None) -> Attack:
             {"bad_words": ["a" * 1024] * 256, "prompt": ["a"] * 300, "max_tokens": 1},
             {"logit_bias": {str(i): 1 for i in range(VOCABULARY)}, "allowed_token_ids": list(range(VOCABULARY))},
             {"stop_token_ids": list(range(VOCABULARY)), "n": 128, "min_tokens": 3},
+            {"logit_bias": {str(i): 1 for i in range(VOCABULARY)}, "n": 64},
+            {"allowed_token_ids": list(range(VOCABULARY)), "n": 64},
         ]
     )
     body = {"prompt": "a", "max_tokens": 8, "temperature": 1, **body}

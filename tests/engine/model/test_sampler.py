@@ -174,6 +174,57 @@ def test_minimum_length_as_in_transformers(num_output: int) -> None:
     assert torch.equal(edited[1], want[0])
 
 
+def test_biases_of_few_tokens_and_of_most() -> None:
+    vocab_size = 3000
+    logits = random_logits(6, vocab_size)
+    generator = torch.Generator().manual_seed(3)
+    some: list[dict[int, float] | None] = [
+        dict(zip(torch.randperm(vocab_size, generator=generator)[:count].tolist(), values, strict=True))
+        for count in (1, 2900, 1024, 2)
+        for values in [torch.randn(count, generator=generator).tolist()]
+    ]
+    some = [*some, None, some[1]]
+    edited, want = logits.clone(), logits.clone()
+    batch_of([make(logit_bias=each) for each in some]).edit(edited)
+    for row, each in zip(want, some, strict=True):
+        for token, bias in (each or {}).items():
+            row[token] += bias
+    assert torch.equal(edited, want)
+
+
+def _counted(kind: type, read: list[type]) -> Any:
+    """A type of collection that notes when an object of it is read."""
+
+    def iterate(self: Any) -> Any:
+        read.append(kind)
+        return kind.__iter__(self)  # type: ignore[attr-defined]
+
+    return type("Counted", (kind,), {"__iter__": iterate})
+
+
+def test_what_parameters_hold_is_read_once_for_all_completions() -> None:
+    """Each may have as many tokens as the vocabulary, and all completions have the same."""
+    vocab_size, read = 3000, list[type]()
+    sampling = SamplingParams(max_tokens=50, min_tokens=40, n=8)
+    for name, kind, value in [
+        ("allowed_token_ids", tuple, range(vocab_size)),
+        ("logit_bias", dict, dict.fromkeys(range(vocab_size), 1.0)),
+    ]:
+        object.__setattr__(sampling, name, _counted(kind, read)(value))
+    held = _counted(frozenset, read)(range(100, vocab_size))
+    requests = [
+        Request("r", [1], sampling, max_total_tokens=100, seed=seed, held_token_ids=held) for seed in range(sampling.n)
+    ]
+    sampler = Sampler()
+    for count in (8, 8, 5, 7, 8):
+        tokens = sampler.sample(random_logits(count, vocab_size), list(map(Row, requests[:count])))
+        for request, token in zip(requests[:count], tokens, strict=True):
+            assert token is not None
+            assert token < 100
+            request.output_token_ids.append(token)
+    assert sorted(kind.__name__ for kind in read) == ["dict", "frozenset", "tuple"]
+
+
 def naive_penalties(logits: Tensor, request: Request) -> Tensor:
     """vLLM's rules, one token at a time."""
     row, params = logits.clone(), request.sampling
