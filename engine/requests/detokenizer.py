@@ -43,6 +43,7 @@ class Detokenizer:
         self._length = len(decode(self._window)) if after else 0
         self._pending = ""  # the window's text after those, which may end inside a character
         self._held = ""  # what may be the beginning of a stop string
+        self._begun = [0] * len(stop)  # characters at the end of the text that each stop string begins with
         self._texts: list[str] = []
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
@@ -58,18 +59,24 @@ class Detokenizer:
         if not self._stop:
             self._texts.append(text)
             return None
-        known = len(self._held)
+        known, added = len(self._held), len(text)
         text = self._held + text
         if may_stop:
             # Only stop strings that this token completes count; those complete before were not allowed to.
-            places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop]
+            places = [
+                (text.find(stop, max(0, known - len(stop) + 1)), stop)
+                for stop, begun in zip(self._stop, self._begun, strict=True)
+                if begun + added >= len(stop)
+            ]
             found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
             if found:
                 end, start, stop = min(found)
                 self._texts.append(text[: end if self._include_stop else start])
                 self._held = self._pending = ""
                 return stop
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        # Lengths that are tried in vain shorten what had begun, so that there are no more of them than characters.
+        self._begun = [_overlap(text, stop, begun + added) for stop, begun in zip(self._stop, self._begun, strict=True)]
+        held = max(self._begun)
         self._texts.append(text[: len(text) - held])
         self._held = text[len(text) - held :]
         return None
@@ -130,6 +137,9 @@ class Detokenizer:
         return new
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+def _overlap(text: str, stop: str, most: int) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`; it is known to be `most` at most."""
+    length = min(len(stop) - 1, most)
+    while length and not text.endswith(stop[:length]):
+        length = stop.rfind(text[-1], 0, length - 1) + 1
+    return length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -199,6 +200,58 @@ def test_a_stop_string_that_is_completed_in_time_counts() -> None:
     assert detokenizer.push(1, may_stop=False) is None
     assert detokenizer.push(2, may_stop=False) is None
     assert detokenizer.push(3) == "aab"
+
+
+def _begun(text: str, stop: str) -> int:
+    """How much of a stop string a text ends with, but not the whole."""
+    return max(count for count in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:count]))
+
+
+@settings(max_examples=effort(400, 20_000), deadline=None)
+@given(
+    pieces=st.lists(st.text("ab", max_size=6), max_size=40),
+    stops=st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=5),
+    too_early=st.integers(0, 20),
+    include=st.booleans(),
+)
+def test_stop_strings_as_in_the_whole_text(pieces: list[str], stops: list[str], too_early: int, include: bool) -> None:
+    detokenizer = Detokenizer(lambda ids: "".join(pieces[i] for i in ids), stops, include_stop=include)
+    text = ""
+    for token, piece in enumerate(pieces):
+        known, text = len(text), text + piece
+        places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in stops]
+        found = min(((start + len(stop), start, stop) for start, stop in places if start >= 0), default=None)
+        stopped = detokenizer.push(token, may_stop=token >= too_early)
+        if token >= too_early and found is not None:
+            end, start, stop = found
+            assert stopped == stop
+            assert detokenizer.text() == text[: end if include else start]
+            return
+        assert stopped is None
+        assert detokenizer.text() == text[: len(text) - max(_begun(text, stop) for stop in stops)]
+    detokenizer.finish()
+    assert detokenizer.text() == text
+
+
+class _Counted(str):
+    """A stop string that counts how often the text is compared with its beginnings."""
+
+    compared = 0
+
+    def __getitem__(self, place: Any) -> str:
+        self.compared += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("text", ["a" * 4000, "ab" * 2000, ("a" * 1023 + "b") * 4], ids=["a", "ab", "nearly"])
+@pytest.mark.parametrize("other", ["b" * 1024, "a" * 1024 + "y", "ab" * 511 + "y"], ids=["b", "a", "ab"])
+def test_stop_strings_are_compared_no_more_often_than_there_is_text(text: str, other: str) -> None:
+    """However much is held back, for one stop string or for another."""
+    stops = [_Counted("a" * 1023 + "z"), _Counted(other)]
+    size, num_tokens = 4, len(text) // 4
+    detokenizer = Detokenizer(lambda ids: "".join(text[size * i : size * (i + 1)] for i in ids), stops)
+    assert all(detokenizer.push(token) is None for token in range(num_tokens))
+    assert all(stop.compared <= len(text) + num_tokens for stop in stops)
 
 
 def _bytes_of(chunks: list[bytes]) -> Callable[[list[int]], str]:
