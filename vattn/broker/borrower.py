@@ -30,6 +30,7 @@ from vattn.errors import ConfigError, DriverError, VattnError
 
 _HEARTBEAT = 1.0  # seconds after which what is unchanged is said again
 _AGAIN = 0.25  # seconds between attempts to join
+_LOOKS = 1.0  # seconds between looks at whether processes have ended
 _REDUCING = 0.02  # seconds between attempts to come down to a level
 _CONNECTING = 5.0  # seconds for a broker to answer who joins
 _BUSY = 0.5  # seconds for which a call may keep the pool from answering; the broker waits longer (`books.PATIENCE`)
@@ -106,8 +107,10 @@ class Sharer(Protocol):
     def meet(self, memory: int, directory: int) -> None:
         """Takes descriptors of another process's memory and directory."""
 
-    def known(self) -> list[tuple[int, int]] | None:
-        """Such descriptors of those that it has met, to be closed by the caller; None if a call is in progress."""
+    def orphans(self, *, anew: bool) -> list[tuple[int, int]] | None:
+        """Such descriptors of those that it has met and that have ended since the last call, or ever if this is to
+        begin anew; to be closed by the caller. None if a call is in progress.
+        """
 
 
 class Borrower:
@@ -168,6 +171,7 @@ class Borrower:
         self._sharer: weakref.ref[Sharer] | None = None
         self._directory: Directory | None = None
         self._shares_told = False  # the broker has the directory
+        self._looks_at = 0.0  # when to look for processes that have ended
         self._received: list[int] = []  # descriptors that no message has claimed yet
         self.budget, self.chunk = 0, 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -373,7 +377,7 @@ class Borrower:
         lent = self._lent() if self._lent is not None else None
         if lent is None:
             return 0.0
-        if self._directory is not None and not self._shares_told:
+        if self._directory is not None and (not self._shares_told or self._looks_due()):
             self._introduce(self._directory)
             if self._socket is None:
                 return _AGAIN
@@ -456,26 +460,32 @@ class Borrower:
             self._received.clear()
         self._drop_received()  # where the process has no room for all descriptors, too
 
+    def _looks_due(self) -> bool:
+        return not self._waiting and time.monotonic() >= self._looks_at
+
     def _introduce(self, directory: Directory) -> None:
-        """Gives the broker the directory, and, of those who have ended since an earlier broker, what they have left."""
+        """Gives the broker the directory, once, and what others leave: they may never have joined this broker."""
+        self._looks_at = time.monotonic() + _LOOKS
         sharer = self._sharer() if self._sharer is not None else None
         try:
-            known = None if sharer is None else sharer.known()
+            orphans = None if sharer is None else sharer.orphans(anew=not self._shares_told)
         except (OSError, VattnError) as error:  # there is no descriptor for them
-            self._part(str(error))
+            if not self._shares_told:
+                self._part(str(error))
             return
-        if known is None:
+        if orphans is None:
             return
         assert self._socket is not None
         try:
-            socket.send_fds(self._socket, [encode("share")], [directory.fileno()])
-            for files in known:
+            if not self._shares_told:
+                socket.send_fds(self._socket, [encode("share")], [directory.fileno()])
+            for files in orphans:
                 socket.send_fds(self._socket, [encode("orphan")], files)
             self._shares_told = True
         except OSError as error:
             self._part(str(error))
         finally:
-            for descriptor in itertools.chain(*known):
+            for descriptor in itertools.chain(*orphans):
                 os.close(descriptor)
 
     def _report(self, lent: Lent) -> None:

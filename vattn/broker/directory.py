@@ -27,6 +27,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import select
 import stat
 import struct
 import time
@@ -224,6 +225,22 @@ class Directory:
         return bool(self._get(_LEFT))
 
     @property
+    def has_owner(self) -> bool:
+        """Whether the process that made it lives; also where that cannot be seen for want of a descriptor."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except OSError:
+            return True
+        try:
+            return started(self.pid) == self.started and not has_ended(process)
+        except OSError:
+            return False
+        finally:
+            os.close(process)
+
+    @property
     def ended(self) -> bool:
         """Whether there is no entry, and will be none."""
         return bool(self._get(_ENDED))
@@ -379,6 +396,13 @@ def started(pid: int) -> int:
         OSError: it has ended.
     """
     return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19])
+
+
+def has_ended(process: int) -> bool:
+    """Whether the process of a pidfd has ended, so that its memory is gone; its parent may not have noticed."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _checksum(body: bytes) -> bytes:

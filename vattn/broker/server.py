@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vattn.broker.books import Account, Books
-from vattn.broker.directory import NoDirectory, OwnDirectory, read_only, started
+from vattn.broker.directory import NoDirectory, OwnDirectory, has_ended, read_only, started
 from vattn.broker.kept import Kept, problems
 from vattn.broker.notes import Notes
 from vattn.broker.places import check_name, credentials, left_path, socket_path
@@ -383,8 +383,8 @@ class Broker:
         elif kind == "share" and peer.borrower is not None and peer.received:
             self._share(peer.borrower, peer.received.pop())
         elif kind == "orphan" and peer.borrower is not None and len(peer.received) == 2:
-            self._adopt(*peer.received)
-            peer.received.clear()
+            received, peer.received = peer.received, []
+            self._adopt(*received)
         elif kind == "join" and peer.borrower is None and not peer.controls:
             self._join(peer, message)
         elif kind in ("top", "limit", "reclaim", "check") and peer.borrower is None:
@@ -524,7 +524,10 @@ class Broker:
         borrower.directory = directory
 
     def _adopt(self, *received: int) -> None:
-        """Takes what a process has published that ended while there was another broker."""
+        """Takes what a process has published that ended without having shared it with this broker."""
+        for borrower in [*self._borrowers]:  # it may have joined, and ended since this broker last looked
+            if has_ended(borrower.process):
+                self._ended(borrower)
         opened: list[int] = []
         try:
             for descriptor in received:
@@ -544,7 +547,7 @@ class Broker:
             if since != directory.started:
                 os.close(process)
                 process = -1
-        lives = process >= 0 and not directory.left
+        lives = process >= 0 and not has_ended(process) and not directory.left
         if lives or directory.identity in {each.identity for each in self._directories()}:
             for descriptor in (memory, process) if process >= 0 else (memory,):
                 os.close(descriptor)

@@ -232,13 +232,13 @@ class LentCore(Core):
     def meet(self, memory: int, directory: int) -> None:
         self._met.append((memory, directory))
 
-    def known(self) -> list[tuple[int, int]] | None:
+    def orphans(self, *, anew: bool) -> list[tuple[int, int]] | None:
         if self.shares is None:
             return []
         if not self.lock.acquire(timeout=_LOCK):
             return None
         try:
-            return self.shares.files()
+            return self.shares.orphans(anew=anew)
         finally:
             self.lock.release()
 

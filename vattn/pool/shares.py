@@ -32,12 +32,15 @@ class Peer:
         file: the number of its memory (`_native.open_foreign_file`).
         pins: how many foreign blocks have each entry pinned.
         withdrawals: those that were dealt with.
+        offered: what was known of it when its files were last given to the broker: 1 that it has left, for which the
+            broker may not take them yet, 2 that its process has ended; 0 before that.
     """
 
     directory: Directory
     file: int
     pins: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     withdrawals: int = 0
+    offered: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -163,18 +166,26 @@ class Shares:
         finally:
             os.close(memory)
 
-    def files(self) -> list[tuple[int, int]]:
-        """Descriptors of the memory and the directory of each other process, to be closed by the caller."""
+    def orphans(self, *, anew: bool) -> list[tuple[int, int]]:
+        """Descriptors of the memory and the directory of each other process that has left or ended since the last call,
+        or ever if this is to begin anew; to be closed by the caller.
+        """
         size = self.directory.shape.page_size
-        opened = list[int]()
+        opened, offered = list[int](), list[tuple[Peer, int]]()
         try:
             for peer in self.peers:
-                opened.append(_native.host_file_descriptor(size, peer.file))
-                opened.append(os.dup(peer.directory.fileno()))
+                before = 0 if anew else peer.offered
+                now = 2 if before == 2 or not peer.directory.has_owner else int(peer.directory.left)
+                offered.append((peer, now))
+                if now > before:
+                    opened.append(_native.host_file_descriptor(size, peer.file))
+                    opened.append(os.dup(peer.directory.fileno()))
         except BaseException:
             for descriptor in opened:
                 os.close(descriptor)
             raise
+        for peer, now in offered:
+            peer.offered = now
         return list(zip(opened[::2], opened[1::2], strict=True))
 
     def places(self, key: bytes) -> list[tuple[Peer, int]]:

@@ -10,6 +10,8 @@ import json
 import os
 import random
 import resource
+import select
+import signal
 import socket
 import stat
 import struct
@@ -406,6 +408,39 @@ def test_a_full_disk_ends_no_broker(broker: Broker, monkeypatch: pytest.MonkeyPa
     assert json.loads((broker.path.parent / "p.books").read_text())[0]["lease"] == 4 * PAGE
     a.close()
     os.close(file)
+
+
+def test_what_is_left_by_a_process_that_ends_before_it_shares_is_taken_over(broker: Broker) -> None:
+    """Also if another one says so before the broker has looked at that process, and its parent never does."""
+    good, own = joined(broker, name="good", identity="good")
+    file = memory()
+    os.ftruncate(file, 8 * PAGE)
+    os.pwrite(file, b"published", 0)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        directory = OwnDirectory.make(Shape(b"f" * 32, PAGE, 16, 1, 8))
+        directory.add(b"k" * 32, range(16), [0])
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(str(broker.path))
+        socket.send_fds(peer, [join(name="other", identity="other")], [file])
+        os.write(writing, bytes([directory.fileno()]))
+        signal.pause()
+    ended = os.pidfd_open(child)
+    try:
+        shown = os.open(f"/proc/{child}/fd/{os.read(reading, 1)[0]}", os.O_RDWR)
+        wait_until(lambda: broker.turn(0) or [each.name for each in broker.books.accounts] == ["good", "other"])
+        good.socket.sendall(wish(0))  # so that this connection is looked at first
+    finally:
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: select.select([ended], [], [], 0)[0])
+    good.say(encode("orphan"), file, shown)
+    assert [each.name for each in broker.books.accounts] == ["good"]
+    assert broker.books.kept == PAGE
+    os.waitpid(child, 0)
+    good.close()
+    for descriptor in (own, file, shown, ended, reading, writing):
+        os.close(descriptor)
 
 
 def test_without_a_free_descriptor_others_are_served(broker: Broker) -> None:

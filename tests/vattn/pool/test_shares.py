@@ -543,6 +543,30 @@ def test_readers_keep_what_they_have_when_broker_and_owner_are_killed(broker: br
         b.kv.check()
 
 
+def test_what_a_process_leaves_that_has_joined_no_next_broker_is_counted(broker: brokers.Process) -> None:
+    """It lived when those who know it joined, and counts once it has ended."""
+    with Engine("b") as b, publisher() as process:
+        b.meets()
+        slot, _ = b.compute([*PROMPT, 1])
+        process.send_signal(signal.SIGSTOP)
+        assert isinstance(b.pool._core, LentCore)
+        borrower, before = b.pool._core.borrower, b.pool._core.borrower._socket
+        broker.kill()
+        broker.start()
+        wait_until(lambda: borrower._socket not in (None, before) and borrower._shares_told)
+        assert broker.ask("top")["kept"] == 0
+        kill(process)
+        wait_until(lambda: broker.ask("top")["kept"] == 40 * PAGE)
+        assert b.says(slot, PROMPT)
+        assert broker.problems() == []
+        b.kv.free_reqid(slot)
+        wait_until(lambda: not b.shares.foreign_pages)
+        broker.ask("reclaim", name=None, stage="cached")
+        assert broker.ask("top")["kept"] == 0
+        wait_until(lambda: not b.shares.peers)
+        assert broker.problems() == []
+
+
 def test_a_broker_that_is_killed_takes_nothing_from_those_who_know_each_other(broker: brokers.Process) -> None:
     with engines("a", "b") as (a, b):
         a.publish(PROMPT)
