@@ -6,18 +6,24 @@ is wrong, or "", and with the grammar as llguidance takes it. Imports nothing of
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import resource
 import sys
 import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 # Half of the smallest stack that glibc gives a thread by default, so that no thread of the engine has less.
 _STACK_BYTES = 2**20
 _GRAMMAR_BYTES = 2**28
 _TRIED_TOKENS = 32
+# A rule in EBNF: a line of Lark that begins with a name has no `::=` behind it, but in a literal or a comment.
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+# Literals, sets of characters and comments match as a whole, so that whatever else matches is a name.
+_EBNF_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*|[\w-]+')
 
 
 def _serve() -> None:
@@ -40,12 +46,19 @@ def _limit(what: int, most: int) -> None:
 
 
 def _try(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> tuple[str, str]:
-    if "::=" in grammar and not grammar.startswith("{") and not is_lark_syntax(grammar):
+    if _EBNF_RULE.search(grammar):
         try:
-            grammar = gbnf_to_lark(grammar)
+            grammar = gbnf_to_lark(_without_start(grammar))
         except Exception as error:
             return f"the grammar is no EBNF (llama.cpp's GBNF): {error or type(error).__name__}", grammar
     return _error(tokenizer, limits, grammar), grammar
+
+
+def _without_start(grammar: str) -> str:
+    """A grammar in EBNF whose rule `start` has another name, as its `root` is to have that one."""
+    known = grammar.lower()
+    name = next(name for name in map("start{}".format, itertools.count()) if name not in known)
+    return _EBNF_WORD.sub(lambda word: name if word[0] == "start" else word[0], grammar)
 
 
 def _error(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:

@@ -231,8 +231,20 @@ def test_masks_of_a_grammar_in_ebnf(compiler: GrammarCompiler, seed: int) -> Non
     )
 
 
-def test_a_grammar_in_lark_may_write_ebnf(compiler: GrammarCompiler) -> None:
-    state = compiler.compile(StructuredOutputs(grammar='start: "a" "::=" "b"'), ignore_eos=False)
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" "::=" "b"',
+        '?start: "a" "::=" "b"',
+        'start[max_tokens=9]: "a" "::=" "b"',
+        'start: a "b"\na: "a::="  // root ::= "c"',
+        'root ::= start "b"\nstart ::= "a::="',
+        'start0 ::= "a"\n  root ::= start0 start [b] # start: "c"\nstart ::= "::="',
+    ],
+)
+def test_ebnf_is_told_from_lark_by_its_rules(compiler: GrammarCompiler, grammar: str) -> None:
+    """In Lark `::=` may be text, and in EBNF a rule may be called `start`."""
+    state = compiler.compile(StructuredOutputs(grammar=grammar), ignore_eos=False)
     assert check_masks(state, *finite(["a::=b"]), seed=1) == "a::=b"
 
 
