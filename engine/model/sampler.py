@@ -166,7 +166,11 @@ class Batch:
             for row, param in enumerate(params)
             if param.allowed_token_ids is not None
         ]
-        self._bad_words = [(row, request) for row, request in enumerate(requests) if request.bad_words_ids]
+        self._bad_words = [
+            (row, request, words, self.shared.ids(words.alone))
+            for row, request in enumerate(requests)
+            if (words := request.bad_words)
+        ]
         self._processed = [(row, request) for row, request in enumerate(requests) if request.sampling.logits_processors]
         structured = [(row, grammar) for row, request in enumerate(requests) if (grammar := request.grammar)]
         self._grammars = [grammar for _, grammar in structured]
@@ -206,11 +210,10 @@ class Batch:
             kept = logits[row, allowed]
             logits[row] = -math.inf
             logits[row, allowed] = kept
-        for row, request in self._bad_words:
-            output = request.output_token_ids
-            for *head, last in request.bad_words_ids:
-                if output[len(output) - len(head) :] == head:
-                    logits[row, last] = -math.inf
+        for row, request, words, alone in self._bad_words:
+            logits[row].index_fill_(0, alone, -math.inf)
+            if last := words.completed(request.output_token_ids):
+                logits[row, last] = -math.inf
         for row, _, held in self._held:
             logits[row].index_fill_(0, held, -math.inf)
         if self._few_biases is not None:

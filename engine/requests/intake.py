@@ -66,7 +66,7 @@ class Intake:
         if rank is None or not -LARGEST <= rank <= LARGEST:
             raise InvalidRequest(f"priority is {shown(priority)}; give a whole number of 64 bits", param="priority")
         self._check(sampling)
-        bad_words_ids = self.prompts.words_ids(tuple(sampling.bad_words or ()))
+        bad_words = self.prompts.bad_words(tuple(sampling.bad_words or ()))
         asked = frozenset(sampling.stop_token_ids or ())
         held = asked | self.eos_token_ids
         grammar = None
@@ -97,7 +97,7 @@ class Intake:
                     prompt=read.text,
                     detokenizer=self.text.detokenizer(sampling, read.token_ids),
                     grammar=None if grammar is None else grammar.fork(),
-                    bad_words_ids=bad_words_ids,
+                    bad_words=bad_words,
                     parent_id=request_id,
                     index=index,
                 )

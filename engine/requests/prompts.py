@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from vattn.integers import shown
 
 from ..checks import check_encodable, whole
+from .bad_words import BadWords
 from .chat import Conversation, render
 from .request import ContextTooLong, InvalidRequest
 
@@ -82,9 +83,9 @@ class PromptReader:
                 param=param,
             )
 
-    def words_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences of the model that write these words, at the beginning of a text and after a space."""
-        sequences = []
+    def bad_words(self, words: Sequence[str]) -> BadWords:
+        """The token sequences of the model that write these words, at the beginning of a text and after a space."""
+        sequences: list[list[int]] = []
         for word in words:
             assert self.tokenizer is not None
             for text in (word.lstrip(" "), " " + word.lstrip(" ")):
@@ -92,7 +93,7 @@ class PromptReader:
                 # A tokenizer may have more tokens than the model, which never samples those.
                 if token_ids and max(token_ids) < self.vocab_size and token_ids not in sequences:
                     sequences.append(token_ids)
-        return sequences
+        return BadWords(sequences)
 
     def apply_chat_template(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
         """The prompt that the tokenizer's chat template makes of a conversation.

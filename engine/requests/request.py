@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import time
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from vattn.errors import VattnError
 from vattn.prefix import TokenIds
 
+from .bad_words import BadWords
 from .detokenizer import Detokenizer
 from .grammar import Grammar
 from .logprobs import Logprob
@@ -111,7 +111,7 @@ class Request:
         held_token_ids: tokens that are not sampled before `min_tokens`.
         detokenizer: turns its output into text; None without a tokenizer.
         grammar: what its output may go on with; None for anything.
-        bad_words_ids: token sequences that the output must not have.
+        bad_words: what the output must not have; None for nothing.
         logprobs: of its output tokens, if they were asked for; `cumulative_logprob` is their sum.
         prompt_logprobs: of the prompt tokens computed so far, if they were asked for.
         num_computed_tokens: tokens whose keys and values are in the cache.
@@ -147,7 +147,7 @@ class Request:
         cache_salt: bytes = b"",
         detokenizer: Detokenizer | None = None,
         grammar: Grammar | None = None,
-        bad_words_ids: Sequence[list[int]] = (),
+        bad_words: BadWords | None = None,
         parent_id: str | None = None,
         index: int = 0,
         takes_drafts: bool = True,
@@ -163,7 +163,7 @@ class Request:
         self.seed = seed
         self.detokenizer = detokenizer
         self.grammar = grammar
-        self.bad_words_ids = bad_words_ids
+        self.bad_words = bad_words
         self.parent_id = request_id if parent_id is None else parent_id
         self.index = index
         self.takes_drafts = takes_drafts

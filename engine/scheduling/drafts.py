@@ -125,7 +125,7 @@ class NgramProposer:
             return ()
         if request.sampling.penalized or request.sampling.logits_processors:
             return ()
-        if request.bad_words_ids or request.grammar is not None:
+        if request.bad_words or request.grammar is not None:
             return ()
         known = self._known.get(request)
         if known is None:

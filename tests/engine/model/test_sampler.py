@@ -17,6 +17,7 @@ from transformers.generation import logits_process as hf
 from vattn.engine import SamplingParams
 from vattn.engine.model.forward import Row
 from vattn.engine.model.sampler import Batch, Sampler, draw, filter_weights, uniform
+from vattn.engine.requests.bad_words import BadWords
 from vattn.engine.requests.request import Request
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def make(
         max_total_tokens=100_000,
         seed=seed,
         held_token_ids=frozenset({3, *(sampling.stop_token_ids or ())}),
-        bad_words_ids=bad_words_ids,
+        bad_words=BadWords(bad_words_ids),
     )
     request.output_token_ids = list(output)
     return request
@@ -156,6 +157,17 @@ def test_bad_words_as_in_transformers(output: list[int]) -> None:
     want = processor(torch.tensor([[1, 1, 1, *output]]), logits[:1].clone())
     assert torch.equal(edited[0], want[0])
     assert torch.equal(edited[1], logits[1])
+
+
+def test_many_bad_words_are_looked_at_by_the_last_token() -> None:
+    words = BadWords([[1], [2], *([token, 7, 100 + token] for token in range(50)), [7, 8], [*[7] * 1000, 9]])
+    assert words.alone == (1, 2)
+    assert words.completed([]) == words.completed([7, 3]) == []
+    assert words.completed([7]) == [8]
+    assert words.completed([4, 7]) == [104, 8]
+    assert words.completed([7] * 999) == [107, 8]
+    assert words.completed([7] * 5000) == [107, 8, 9]
+    assert not BadWords([])
 
 
 @pytest.mark.parametrize("num_output", [0, 4, 5])
