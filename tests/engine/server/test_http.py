@@ -19,6 +19,7 @@ from tests.support.applications import client, error_of, run
 from tests.support.servers import MODEL, metric
 from vattn.engine.requests.prompts import PromptReader
 from vattn.engine.scheduling.scheduler import Scheduler
+from vattn.engine.server.protocol import REFUSED
 
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
 ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
@@ -182,6 +183,19 @@ def test_messages_that_are_wrong(
     error = error_of(shared("/v1/chat/completions", body))
     assert error["param"] == param
     assert error["message"].startswith(what)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_fields_that_would_change_the_output_are_refused(
+    shared: Callable[[str, bytes], httpx.Response], name: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", chat)):
+        answer = shared(path, json.dumps({**body, name: "a"}).encode())
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert error["param"] == name
+        assert error["message"] == f"{name} is not supported: {REFUSED[name]}"
 
 
 def test_other_kinds_of_bodies_are_told_what_is_wanted(shared: Callable[[str, bytes], httpx.Response]) -> None:

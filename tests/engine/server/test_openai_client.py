@@ -294,6 +294,13 @@ def test_many_at_once(server: Server) -> None:
         ({"logit_bias": {"9" * 5000: 1}}, openai.BadRequestError, "logit_bias", "larger than any token id"),
         ({"logit_bias": {"99999": 1}}, openai.BadRequestError, "logit_bias", "99999"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options", "set stream"),
+        (
+            {"stream": True, "extra_body": {"prompt_logprobs": 1}},
+            openai.BadRequestError,
+            "prompt_logprobs",
+            "in a stream",
+        ),
+        ({"extra_body": {"truncate_prompt_tokens": 0}}, openai.BadRequestError, "truncate_prompt_tokens", "or -1"),
         ({"extra_body": {"priority": 5}}, openai.BadRequestError, "priority", "order of arrival"),
         ({"extra_body": {"use_beam_search": True}}, openai.BadRequestError, "use_beam_search", "beam"),
         ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json", "use response_format"),
