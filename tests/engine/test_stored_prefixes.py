@@ -535,6 +535,14 @@ def test_what_makes_no_sense_is_refused(path: Path, options: dict[str, Any], say
     assert not path.exists()
 
 
+def test_a_store_has_no_more_bytes_than_its_size(path: Path) -> None:
+    once(path, PROMPT)
+    most = PrefixStore(path).bytes // 2
+    other = make_prompts([100], seed=9)[0]
+    assert once(path, other, kv_store_size=most) == [0]
+    assert most // 2 < PrefixStore(path).bytes <= most
+
+
 def test_a_folder_that_others_can_enter_is_refused(path: Path) -> None:
     path.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
