@@ -445,6 +445,20 @@ def test_an_interrupt_leaves_a_clean_engine(kv: str) -> None:
     assert output.outputs[0].token_ids == expected("llama", prompts[0], 8)
 
 
+def test_a_long_prompt_beside_other_requests_is_computed_in_chunks_of_the_threshold(kv: str) -> None:
+    records: list[StepRecord] = []
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 8}
+    short, long = make_prompts([3, 60])
+    sampling = GREEDY.clone(max_tokens=16)
+    with make_llm(kv, on_step=records.append, **limits) as llm:
+        outputs = llm.generate([short, long], sampling, use_tqdm=False)
+        together = len(records)
+        llm.generate(long, sampling, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [expected("llama", p, 16) for p in (short, long)]
+    assert max(record.prefill_tokens for record in records[1:together]) == 8
+    assert max(record.prefill_tokens for record in records[together:]) > 8, "alone, it has the whole step"
+
+
 def test_step_records(kv: str) -> None:
     records: list[StepRecord] = []
     with make_llm(kv, max_num_seqs=2, max_num_batched_tokens=8, on_step=records.append) as llm:
