@@ -45,11 +45,10 @@ def router(service: Service) -> APIRouter:
 
         body, params, prompts = await service.bodies.read(request, ChatRequest, use)
         run = await service.start(request, prompts, params, body)
-        model = body.model or service.names[0]
         if body.stream:
-            start = head("chat.completion.chunk", "chatcmpl", request, model)
+            start = head("chat.completion.chunk", "chatcmpl", request, service.names[0])
             return EventStream(stream(run, body, start, _Chunks(body, service.text)), run.abort)
-        start = head("chat.completion", "chatcmpl", request, model)
+        start = head("chat.completion", "chatcmpl", request, service.names[0])
         (output,) = finals = await run.finals(request)
         choices = (
             _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}}, service.text)

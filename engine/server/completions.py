@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
         params, prompts, answer = await service.bodies.read(request, CompletionRequest, use)
         body = answer.body
         run = await service.start(request, prompts, params, body)
-        start = head("text_completion", "cmpl", request, body.model or service.names[0])
+        start = head("text_completion", "cmpl", request, service.names[0])
         if body.stream:
             return EventStream(stream(run, body, start, answer.chunks), run.abort)
         finals = await run.finals(request)

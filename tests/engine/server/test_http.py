@@ -594,6 +594,29 @@ def test_a_request_that_leaves_itself_no_token_is_told(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+def test_a_model_may_have_several_names() -> None:
+    async def test() -> None:
+        async with client(served_model_name=["small", "other"]) as (http, _):
+            cards = (await http.get("/v1/models")).json()["data"]
+            assert [card["id"] for card in cards] == ["small", "other"]
+            chat = {"messages": [{"role": "user", "content": "a"}]}
+            for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", chat)):
+                for fields in ({}, {"model": "small"}, {"model": "other"}):
+                    body = {**body, "max_tokens": 1, **fields}
+                    answer = await http.post(path, json=body)
+                    assert (answer.status_code, answer.json()["model"]) == (200, "small")
+                streamed = await http.post(path, json={**body, "stream": True})
+                event, _, _ = streamed.text.partition("\n\n")
+                assert json.loads(event.removeprefix("data: "))["model"] == "small"
+            assert (await http.get("/v1/models/other")).json()["id"] == "other"
+            for name in ("tiny", MODEL):  # the application's own, and the path
+                answer = await http.post("/v1/completions", json={**PROMPT, "model": name})
+                assert answer.status_code == 404
+                assert error_of(answer)["message"].endswith("does not exist; there is small, other")
+
+    run(test())
+
+
 @pytest.mark.parametrize("log_prompts", [False, True])
 def test_the_log_has_requests_and_no_prompts_unasked(caplog: pytest.LogCaptureFixture, log_prompts: bool) -> None:
     async def test() -> None:
