@@ -594,6 +594,21 @@ def test_a_request_that_leaves_itself_no_token_is_told(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+@pytest.mark.parametrize("disable", [False, True])
+def test_the_log_has_no_line_for_what_is_asked_every_few_seconds(
+    caplog: pytest.LogCaptureFixture, disable: bool
+) -> None:
+    async def test() -> None:
+        async with client(disable_log_requests=disable) as (http, _):
+            for path in ("/health", "/metrics", "/version"):
+                assert (await http.get(path)).status_code == 200
+
+    with caplog.at_level(logging.INFO, "vattn.engine.server"):
+        run(test())
+    logged = [record.__dict__["fields"]["path"] for record in caplog.records if record.message == "request"]
+    assert logged == ([] if disable else ["/version"])
+
+
 def test_a_model_may_have_several_names() -> None:
     async def test() -> None:
         async with client(served_model_name=["small", "other"]) as (http, _):

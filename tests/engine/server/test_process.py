@@ -548,6 +548,14 @@ def test_clients_may_need_a_certificate(tmp_path: Path) -> None:
         assert httpx.post(f"{server.url}/v1/completions", json=SHORT, verify=known, timeout=SECONDS).status_code == 200
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{server.url}/health", verify=stranger)
+    unknown = ssl.create_default_context(cafile=certificate)
+    (tmp_path / "unknown").mkdir()
+    other_key, other = make_certificate(tmp_path / "unknown")
+    unknown.load_cert_chain(other, other_key)
+    with running(verify=known, ssl_cert_reqs=1, **options) as server:
+        assert httpx.get(f"{server.url}/health", verify=stranger, timeout=SECONDS).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/health", verify=unknown)
 
 
 def test_tls_keeps_the_timeouts_of_a_connection(tmp_path: Path) -> None:
