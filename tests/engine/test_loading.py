@@ -13,6 +13,8 @@ import transformers
 
 from tests.support.paths import ROOT
 from vattn.engine import LLM, SamplingParams
+from vattn.engine.config import EngineConfig
+from vattn.engine.loading import _overrides
 from vattn.errors import ConfigError
 
 MODEL = ROOT / "demo" / "model"
@@ -70,6 +72,16 @@ def test_fields_of_the_config_can_be_overridden() -> None:
     for overrides in ({"hidden_size": 17}, {"max_position_embeddings": "x"}, {"num_key_value_heads": 0}):
         with pytest.raises(ConfigError, match=r"cannot be loaded with hf_overrides=\{"):
             LLM(MODEL, hf_overrides=overrides, **OPTIONS)
+
+
+def test_fields_of_a_nested_config_can_be_overridden(tmp_path: Path) -> None:
+    transformers.Gemma3Config(text_config={"sliding_window": 512, "hidden_size": 64}).save_pretrained(tmp_path)
+    path = str(tmp_path)
+    overridden = _overrides(EngineConfig(model=path, hf_overrides={"text_config": {"sliding_window": 77}}), path)
+    text = overridden["config"].text_config
+    assert (text.sliding_window, text.hidden_size) == (77, 64)
+    with pytest.raises(ConfigError, match=r"hf_overrides has 'text_config\.windows', which is no field"):
+        LLM(path, hf_overrides={"text_config": {"windows": 77}}, **OPTIONS)
 
 
 def test_a_module_that_is_no_model_is_refused() -> None:
