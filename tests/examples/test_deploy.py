@@ -7,10 +7,10 @@ import json
 import re
 import shlex
 
-import pytest
-
 from tests.support.paths import ROOT
+from vattn.broker.places import FOLDER_VARIABLE
 from vattn.engine.cli import parser
+from vattn.units import parse_bytes
 
 DEPLOY = ROOT / "examples" / "deploy"
 DOCKERFILE = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
@@ -50,18 +50,28 @@ def test_the_context_has_what_the_wheel_is_made_of() -> None:
     assert set(sources) <= sent
 
 
-@pytest.fixture
-def unit() -> configparser.ConfigParser:
+def unit(name: str) -> configparser.ConfigParser:
     found = configparser.ConfigParser(interpolation=None, strict=True, delimiters=("=",))
     found.optionxform = str  # type: ignore[assignment, method-assign]
-    found.read(DEPLOY / "vattn.service")
+    found.read(DEPLOY / name)
+    assert found.sections() == ["Unit", "Service", "Install"]
     return found
 
 
-def test_the_unit_starts_the_server(unit: configparser.ConfigParser) -> None:
-    assert unit.sections() == ["Unit", "Service", "Install"]
-    words = shlex.split(unit["Service"]["ExecStart"].replace("$VATTN_ARGS", "some/model --max-num-seqs 32"))
+def test_the_unit_starts_the_server() -> None:
+    service = unit("vattn.service")["Service"]
+    words = shlex.split(service["ExecStart"].replace("$VATTN_ARGS", "some/model --max-num-seqs 32"))
     assert words[0].endswith("/bin/vattn")
     parser().parse_args(words[1:])
-    state = unit["Service"]["StateDirectory"]
-    assert f"HF_HOME=/var/lib/{state}" in unit["Service"]["Environment"]
+    assert f"HF_HOME=/var/lib/{service['StateDirectory']}" in service["Environment"]
+
+
+def test_the_unit_of_a_pool_starts_its_broker() -> None:
+    service = unit("vattn-pool.service")["Service"]
+    words = shlex.split(service["ExecStart"])
+    assert words[0].endswith("/bin/vattn")
+    args = parser().parse_args(words[1:])
+    assert (words[1:3], args.pool, parse_bytes(args.budget, "--budget")) == (["pool", "serve"], "llm", 48 * 2**30)
+    assert service["Environment"] == f"{FOLDER_VARIABLE}=/run/{service['RuntimeDirectory']}"
+    assert service["RuntimeDirectoryMode"] == "0700", "a broker refuses a folder that others can enter"
+    assert unit("vattn-pool.service")["Unit"]["Before"] == "vattn.service"
