@@ -42,6 +42,35 @@ def test_what_is_no_share_of_a_pool(given: dict[str, Any], match: str) -> None:
         options(**given)
 
 
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"guard": "loose"}, "guard='loose' is not 'zero' or 'strict'"),
+        ({"guard": None}, "guard=None is not 'zero' or 'strict'"),
+        ({"spare_windows": -1}, "spare_windows=-1 must be 0 or more"),
+        ({"spare_windows": True}, "spare_windows=True must be 0 or more"),
+        ({"spare_windows": 1.0}, r"spare_windows=1\.0 must be 0 or more"),
+        ({"keep_cached": True}, "keep_cached=True is a share of the blocks, from 0 to 1"),
+        ({"keep_cached": -0.1}, r"keep_cached=-0\.1 is a share of the blocks, from 0 to 1"),
+        ({"keep_free": "0.5"}, r"keep_free='0\.5' is a share of the blocks, from 0 to 1"),
+    ],
+)
+def test_values_that_an_option_cannot_have(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        options(**given)
+
+
+@pytest.mark.parametrize("given", [5, "keep_free", ["keep_free"], None])
+def test_options_that_are_no_object(given: object) -> None:
+    with pytest.raises(ConfigError, match=r'has "vattn": .*; give an object of options'):
+        Options.of(SimpleNamespace(additional_config={"vattn": given}))  # type: ignore[arg-type]
+
+
+def test_an_engine_without_options_has_the_usual_ones() -> None:
+    for additional in ({}, {"another": {"page": 1}}, None, object()):
+        assert Options.of(SimpleNamespace(additional_config=additional)) == Options()  # type: ignore[arg-type]
+
+
 def lent(name: str, share: str | None = None, **given: int) -> LentBlocks:
     sizes = {"block_bytes": BLOCK, "blocks": BLOCKS, "longest": 4, **given}
     return LentBlocks(NAME, share, name=name, device="cpu", **sizes)
