@@ -79,7 +79,8 @@ def test_what_the_scheduler_says() -> None:
     assert "block_ids" in {field.name for field in fields(NewRequestData)}
     assert "new_block_ids" in {field.name for field in fields(CachedRequestData)}
     pool = BlockPool(4, enable_caching=True, hash_block_size=16)
-    assert [block.ref_cnt for block in pool.blocks] == [0] * 4 or pool.null_block.block_id == 0
+    assert [block.ref_cnt for block in pool.blocks] == [0] * 4
+    assert pool.null_block.block_id == 0
     assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == [1, 2, 3]
     assert all(block.block_hash is None for block in pool.blocks)
 
