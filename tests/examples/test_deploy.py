@@ -75,3 +75,6 @@ def test_the_unit_of_a_pool_starts_its_broker() -> None:
     assert service["Environment"] == f"{FOLDER_VARIABLE}=/run/{service['RuntimeDirectory']}"
     assert service["RuntimeDirectoryMode"] == "0700", "a broker refuses a folder that others can enter"
     assert unit("vattn-pool.service")["Unit"]["Before"] == "vattn.service"
+    assert (
+        unit("vattn.service")["Service"]["ReadWritePaths"] == f"-/run/{service['RuntimeDirectory']}"
+    )  # engines do, too
