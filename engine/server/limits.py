@@ -41,7 +41,7 @@ class Limits:
         """The limits of a server.
 
         Args:
-            longest_token: of the tokenizer, in characters.
+            longest_token: of the tokenizer, in characters; 0 without one, where no text is read.
             body_bytes: None for what suits the context.
         """
         return cls(

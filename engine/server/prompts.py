@@ -111,6 +111,7 @@ class Prompts:
             InvalidRequest: text that no encoding has.
             ApiError: 400, there is no tokenizer, or the text has too many characters.
         """
+        self._needed_tokenizer()
         self._check_characters("the prompt", len(text), "prompt")
         return self._token_ids(text, check, special=special)
 
@@ -152,6 +153,7 @@ class Prompts:
 
     def _fitting_ids(self, text: str, check: Check, *, special: bool) -> list[int]:
         """Token ids of a text that may fit into the context."""
+        self._needed_tokenizer()
         self._check_characters("the prompt", len(text), "prompt")
         if len(text) > _PIECE:
             most = self._max_model_len + self._max_model_len // 8
@@ -199,11 +201,16 @@ class Prompts:
         return prompt[-keep:], len(prompt) > keep
 
     def _token_ids(self, text: str, check: Check, *, special: bool) -> list[int]:
-        if self._tokenizer is None:
-            raise bad("the server has no tokenizer; send token ids")
+        tokenizer = self._needed_tokenizer()
         check()
         check_encodable("the prompt", text, InvalidRequest, "prompt")
-        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _needed_tokenizer(self) -> Any:
+        """The tokenizer, looked for before characters are counted: without one their limit is 0."""
+        if self._tokenizer is None:
+            raise bad("the server has no tokenizer; send token ids", "prompt")
+        return self._tokenizer
 
     def _check_characters(self, what: str, count: int, param: str) -> None:
         most = self._limits.characters

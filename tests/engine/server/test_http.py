@@ -298,6 +298,27 @@ def test_tokenize_and_detokenize() -> None:
     run(test())
 
 
+def test_without_a_tokenizer_prompts_are_token_ids() -> None:
+    async def test() -> None:
+        async with client(config={"skip_tokenizer_init": True}) as (http, _):
+            body = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+            answer = (await http.post("/v1/completions", json=body)).json()
+            assert answer["choices"][0]["text"] == ""
+            assert answer["usage"]["completion_tokens"] == 2
+            for path, body in (
+                ("/v1/completions", {"prompt": "w"}),
+                ("/v1/completions", {"prompt": "w", "truncate_prompt_tokens": 5}),
+                ("/tokenize", {"prompt": "w"}),
+                ("/detokenize", {"tokens": [5]}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w"}]}),
+            ):
+                answer = await http.post(path, json=body)
+                assert answer.status_code == 400
+                assert "the server has no tokenizer" in error_of(answer)["message"]
+
+    run(test())
+
+
 @pytest.mark.parametrize("name", ["tool_calls", "function_call"])
 @pytest.mark.parametrize("empty", [None, []])
 def test_a_message_without_tool_calls_may_say_so(name: str, empty: object) -> None:
