@@ -158,6 +158,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pass_body_on()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # The next request's time begins now. One that is answered before it is whole gets no more time for the rest.
+        early = self.cycle.response_complete and self.cycle.more_body
+        if self._deadline is not None and not early:
+            self._expect_none()
+            self._expect_request()
+
     def _parse(self, data: bytes) -> None:
         """As `HttpToolsProtocol.data_received`, but for a request that offers another protocol."""
         self._unset_keepalive_if_required()

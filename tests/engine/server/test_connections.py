@@ -28,6 +28,7 @@ class Timers:
             self._waiting.remove(due)
             self.now, callback, args = due
             callback(*args)
+        self.now = end
 
 
 class Transport:
@@ -36,6 +37,7 @@ class Transport:
     def __init__(self, timers: Timers) -> None:
         self.written: list[float] = []
         self.aborted: list[float] = []
+        self.closed: list[float] = []
         self.waiting = 0  # bytes
         self._timers = timers
 
@@ -45,11 +47,14 @@ class Transport:
     def abort(self) -> None:
         self.aborted.append(self._timers.now)
 
+    def close(self) -> None:
+        self.closed.append(self._timers.now)
+
     def get_write_buffer_size(self) -> int:
         return self.waiting
 
     def is_closing(self) -> bool:
-        return bool(self.aborted)
+        return bool(self.aborted or self.closed)
 
     def get_extra_info(self, name: str) -> Any:
         established = b"\x01"
@@ -61,7 +66,12 @@ def connect() -> tuple[Any, Transport, Timers]:
     transport = Transport(timers)
     connection: Any = LimitedProtocol.__new__(LimitedProtocol)
     connection.loop, connection.transport = timers, transport
-    connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
+    connection.flow = SimpleNamespace(
+        pause_writing=lambda: None, resume_writing=lambda: None, resume_reading=lambda: None
+    )
+    connection.server_state = SimpleNamespace(total_requests=0)
+    connection.timeout_keep_alive, connection.timeout_keep_alive_task = 1000.0, None
+    connection.receive_timeout = 1.0
     return connection, transport, timers
 
 
@@ -119,7 +129,32 @@ def test_a_client_that_reads_nothing_loses_its_connection() -> None:
     connection.resume_writing()
     timers.until(10 * MOST_STALLED_SECONDS)
     assert not transport.aborted
-    timers.now = 10 * MOST_STALLED_SECONDS
     connection.pause_writing()
     timers.until(20 * MOST_STALLED_SECONDS)
     assert transport.aborted == [11 * MOST_STALLED_SECONDS]
+
+
+def test_the_time_of_a_request_begins_anew_when_the_answer_before_it_ends() -> None:
+    connection, transport, timers = connect()
+    (cycle,) = ask(connection)
+    timers.until(0.2)
+    connection._expect_request()  # the next one begins
+    timers.until(1.95)
+    cycle.response_complete = True
+    connection.on_response_complete()
+    timers.until(2.5)
+    assert not transport.closed
+    timers.until(4)
+    assert transport.closed == pytest.approx([2.95])
+
+
+def test_an_answer_to_half_a_request_gives_no_time_for_the_rest() -> None:
+    connection, transport, timers = connect()
+    connection._expect_request()
+    (cycle,) = ask(connection)
+    cycle.more_body = True
+    timers.until(0.5)
+    cycle.response_complete = True
+    connection.on_response_complete()
+    timers.until(4)
+    assert transport.closed == [1]
