@@ -429,11 +429,17 @@ def test_an_interrupt_of_beam_search(caching_kv: str) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=6)
     with small_llm(caching_kv) as llm:
         want = llm.beam_search(PROMPTS[:2], params)
-        for moment in moments(lambda: llm.beam_search(PROMPTS[:2], params)):
-            with contextlib.suppress(KeyboardInterrupt), Interrupter(moment).watching():
-                llm.beam_search(PROMPTS[:2], params)
+        tried = moments(lambda: llm.beam_search(PROMPTS[:2], params))
+        interrupted = 0
+        for moment in tried:
+            try:
+                with Interrupter(moment).watching():
+                    llm.beam_search(PROMPTS[:2], params)
+            except KeyboardInterrupt:
+                interrupted += 1
             assert_idle(llm)
         assert llm.beam_search(PROMPTS[:2], params) == want
+        assert interrupted > len(tried) // 2
 
 
 def drive(llm: LLM) -> tuple[dict[str, Any], int]:
@@ -476,9 +482,12 @@ def test_an_interrupt_of_step_fails_what_ran_and_the_rest_goes_on(
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 2)
     with small_llm(main_kv) as llm:
         want = run_all(llm)
-        for moment in moments(lambda: drive(llm)):
+        tried = moments(lambda: drive(llm))
+        interrupted = 0
+        for moment in tried:
             with Interrupter(moment).watching():
                 ended, interrupts = drive(llm)
+            interrupted += interrupts
             assert interrupts <= 1
             assert_idle(llm)
             assert {"0", "1", "3", "4"} - set(ended) == set(), "a request was lost"
@@ -490,6 +499,7 @@ def test_an_interrupt_of_step_fails_what_ran_and_the_rest_goes_on(
                         assert "interrupted by KeyboardInterrupt" in str(output.error)
                     else:
                         assert completion.token_ids == whole
+        assert interrupted > len(tried) // 2
 
 
 @pytest.mark.slow
@@ -552,12 +562,15 @@ def test_an_interrupt_while_an_interrupt_is_mended(caching_kv: str) -> None:
     with small_llm(caching_kv) as llm:
         want = run_all(llm)
         restore = llm.core.scheduler.restore
+        again_at = []
 
         def again(*args: Any) -> None:
+            again_at.append(moment)
             monkey.undo()
             raise KeyboardInterrupt
 
-        for moment in moments(lambda: run_all(llm))[::4]:
+        tried = moments(lambda: run_all(llm))[::4]
+        for moment in tried:
             with pytest.MonkeyPatch.context() as monkey:
                 monkey.setattr(llm.core.scheduler, "restore", again)
                 with contextlib.suppress(KeyboardInterrupt), Interrupter(moment).watching():
@@ -565,6 +578,7 @@ def test_an_interrupt_while_an_interrupt_is_mended(caching_kv: str) -> None:
             llm.core.scheduler.restore = restore  # type: ignore[method-assign]
             assert run_all(llm) == want
             assert_idle(llm)
+        assert len(again_at) > len(tried) // 2
 
 
 def test_an_interrupt_in_the_engine_thread_is_told_to_every_stream() -> None:

@@ -16,7 +16,7 @@ from tests.support.effort import covering, effort
 from tests.support.tiny_models import random_model
 from vattn import cores as machine_cores
 from vattn.cores import FreeCores, _quotas, thread_counts
-from vattn.engine import LLM, SamplingParams
+from vattn.engine import LLM, Counter, Histogram, SamplingParams
 from vattn.engine.model import threads as module
 from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.threads import Threads, Tuner
@@ -310,7 +310,10 @@ def test_an_engine_measures_when_it_is_made_and_counts_none_of_it(caplog: pytest
         assert {1, 2} == set(seen)
         assert set(llm.num_threads) == {"decode", "prefill"}
         assert any("computing threads: " in message for message in caplog.messages)
-        assert llm.get_metrics()  # no step of a request was counted
+        metrics = llm.get_metrics()
+        assert {metric.count for metric in metrics if isinstance(metric, Histogram)} == {0}
+        totals = {metric.name: metric.value for metric in metrics if isinstance(metric, Counter)}
+        assert totals["vllm:prompt_tokens"] == totals["vllm:generation_tokens"] == 0
         assert llm.core.kv.stats().physical_bytes == 0
         generate(llm)
 
