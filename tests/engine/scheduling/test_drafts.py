@@ -217,18 +217,26 @@ def test_static_scheduling_has_no_drafts() -> None:
 
 def test_nan_in_a_row_of_a_draft_counts_when_it_is_reached() -> None:
     prompt = 8 * [5, 6, 7]
+    poisoned = 0
+
+    def poison(_module: object, _inputs: object, logits: torch.Tensor) -> torch.Tensor:
+        nonlocal poisoned
+        poisoned += logits.shape[1] - 1
+        logits[0, 1:] = float("nan")
+        return logits
+
     with make_llm("paged") as llm:
-
-        def poison(_module: object, _inputs: object, logits: torch.Tensor) -> torch.Tensor:
-            if logits.shape[1] > 1:
-                logits[0, 1:] = float("nan")
-            return logits
-
         handle = llm.model.get_output_embeddings().register_forward_hook(poison)
         try:
             [output] = run(llm, [prompt], SamplingParams(temperature=0, max_tokens=40))
+            assert poisoned
+            poisoned = 0
+            # Drafts are accepted once the token has followed itself.
+            [reached] = run(llm, [prompt], SamplingParams(temperature=0, max_tokens=40, logit_bias={9: 1000.0}))
+            assert poisoned
         finally:
             handle.remove()
     got = output.outputs[0].token_ids
     assert got == expected("llama", prompt, 40)[: len(got)]
     assert (output.outputs[0].finish_reason == "error") == (len(got) < 40)
+    assert (reached.outputs[0].token_ids, reached.outputs[0].finish_reason) == ([9, 9, 9], "error")

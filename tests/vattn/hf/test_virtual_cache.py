@@ -359,11 +359,11 @@ def test_what_is_half_made_is_closed(point: str, monkeypatch: pytest.MonkeyPatch
 
         with monkeypatch.context() as patch:
             patch.setattr(BatchRows, point, fail)
-            try:
+            with pytest.raises(KeyboardInterrupt) as caught:
                 cache.batch_repeat_interleave(3)
-            except KeyboardInterrupt:
-                assert pool.free_pages == pages
-                cache.check()
+            assert caught.tb is not None  # what the frames of the call hold is still there
+            assert pool.free_pages == pages
+            cache.check()
         assert cache.get_seq_length() == 20
         cache.batch_repeat_interleave(3)
         cache.check()
