@@ -25,9 +25,11 @@ from vattn.engine.model.decoder_layer import RotaryTable
 from vattn.engine.model.optimize import optimize, supported
 
 pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16"
+    cpu.unusable() is not None or not (cpu.has_linear() or optimizing._has_mkldnn()),
+    reason="neither vattn nor torch multiplies in bfloat16 on this CPU",
 )
 
+needs_mkldnn = pytest.mark.skipif(not optimizing._has_mkldnn(), reason="torch does not multiply in bfloat16 here")
 
 # Families whose decoder layers are of the usual kind, and computed by `vattn.engine.model.decoder_layer`.
 _USUAL = {"llama", "llama-mha", "qwen2", "qwen2-window", "qwen3", "mistral", "mistral-window"}
@@ -176,6 +178,7 @@ def test_linear_layers_of_an_mlp_that_are_called_by_themselves() -> None:
         assert torch.equal(mlp.gate_proj(rows), expected)
 
 
+@needs_mkldnn
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_decoder_layers_where_torch_multiplies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CPUs with AMX: each product is a call of its own, and the results are the same up to rounding."""
@@ -548,7 +551,7 @@ def test_a_forward_set_afterwards_is_left() -> None:
     assert vars(model.lm_head)["forward"] is forward
 
 
-@pytest.mark.parametrize("multiplies", ["vattn", "torch"])
+@pytest.mark.parametrize("multiplies", ["vattn", pytest.param("torch", marks=needs_mkldnn)])
 def test_weights_are_packed_again(multiplies: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same memory, of parameters that were changed, and of others in their places."""
     if multiplies == "torch":
@@ -613,7 +616,7 @@ def test_a_model_that_is_no_longer_in_bfloat16() -> None:
         _packed_logits(model)
 
 
-@pytest.mark.parametrize("multiplies", ["vattn", "torch"])
+@pytest.mark.parametrize("multiplies", ["vattn", pytest.param("torch", marks=needs_mkldnn)])
 def test_rows_that_lie_otherwise_in_memory(multiplies: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if multiplies == "torch":
         monkeypatch.setattr(cpu, "has_linear", lambda: False)
@@ -637,7 +640,7 @@ def test_rows_that_lie_otherwise_in_memory(multiplies: str, monkeypatch: pytest.
             torch.testing.assert_close(product.plus(rows, other), expected + other, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("multiplies", ["vattn", "torch"])
+@pytest.mark.parametrize("multiplies", ["vattn", pytest.param("torch", marks=needs_mkldnn)])
 def test_rows_of_another_type(multiplies: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused as by torch, and not read as if they were in bfloat16."""
     if multiplies == "torch":
