@@ -244,10 +244,15 @@ def test_only_the_same_tokens_under_the_same_salt_are_found(
     "other", [{"fingerprint": b"g" * 32}, {"fingerprint": None}, {"layout": "fused"}, {"dtype": torch.float64}]
 )
 def test_another_fingerprint_or_layout_is_a_miss(broker: brokers.Process, other: dict[str, Any]) -> None:
-    with Engine("a") as a, Engine("b", **other) as b:
+    with engines("a", "like-a") as (a, like_a), Engine("b", **other) as b:
         a.publish(PROMPT)
-        time.sleep(0.2)
-        assert b.compute(PROMPT)[1] == 0
+        like_a.meets()  # so that the broker knows what there is of a, and tells b of it first if at all
+        with Engine("like-b", **other) as like_b:
+            if other.get("fingerprint", PRINT) is not None:
+                wanted = like_b.shares.directory.identity
+                wait_until(lambda: wanted in [peer.directory.identity for peer in b.shares.peers])
+                assert len(b.shares.peers) == 1
+            assert b.compute(PROMPT)[1] == 0
 
 
 def test_a_collision_of_keys_is_a_miss(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
