@@ -222,7 +222,8 @@ def _none(sent: Sent) -> bytes:
 def test_rows_that_are_not_those_of_the_prompt_are_computed(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Sent], bytes], lost: int
 ) -> None:
-    monkeypatch.setattr(decoding, "PATIENCE", 1.0)
+    monkeypatch.setattr(decoding, "PATIENCE", 1.0 if lie is _cut_off else float(SECONDS))
+    monkeypatch.setattr(prefilling, "BEAT", 0.1)
     with prefiller(), decoder() as second:
         assert second.core.kv.token_bytes * second.core.kv.prefix_block_tokens < 2**20
 
@@ -235,12 +236,13 @@ def test_rows_that_are_not_those_of_the_prompt_are_computed(
         assert computed(second, PROMPT) == len(PROMPT) - used
         assert (remote(second).lost, remote(second).row_tokens) == (lost, used - behind.start)
         monkeypatch.setattr(prefilling, "message", message)
+        monkeypatch.setattr(decoding, "PATIENCE", float(SECONDS))
         wait_until(lambda: remote(second).prefillers == 1)
         assert computed(second, PROMPTS[-2]) == 1
 
 
 def test_rows_may_come_in_pieces(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "PATIENCE", 2.0)
+    monkeypatch.setattr(decoding, "PATIENCE", float(SECONDS))
     done = prefilling.Prefiller._done
 
     def in_pieces(self: prefilling.Prefiller, writer: asyncio.StreamWriter, *what: Any) -> bytes:
@@ -250,7 +252,7 @@ def test_rows_may_come_in_pieces(broker: brokers.Process, monkeypatch: pytest.Mo
         return b""
 
     monkeypatch.setattr(prefilling.Prefiller, "_done", in_pieces)
-    monkeypatch.setattr(prefilling, "BEAT", 60.0)
+    monkeypatch.setattr(prefilling, "BEAT", 2.0 * SECONDS)  # one among the pieces would be no message
     with prefiller(), decoder() as second:
         assert computed(second, PROMPT) == 1
 
@@ -525,6 +527,7 @@ def test_an_engine_whose_steps_take_long_is_waited_for(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "PATIENCE", 2.5)
+    monkeypatch.setattr(prefilling, "BEAT", 0.1)
     with prefiller() as first, decoder() as second:
         step = first.core.step
 
