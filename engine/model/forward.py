@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,6 +30,39 @@ class PromptRow(NamedTuple):
     position: int
 
 
+@dataclass(frozen=True, eq=False)
+class FiniteChunks(Mapping[Request, bool]):
+    """Of requests with a chunk in the step: whether the keys and values of all its tokens are finite, by those of the
+    last layer. The first look waits for the device.
+
+    A token attends to itself in every layer, whatever the window: if its keys or values are NaN, or its values
+    infinite, so is what it brings to the next layer, and its keys and values there are NaN. The last token of a chunk
+    is not enough, since windows may hide the wrong ones from it.
+
+    Attributes:
+        tokens: of the step, `[T]` bool on the device; None if there are no chunks.
+        chunks: where each request's are among them.
+    """
+
+    tokens: Tensor | None = None
+    chunks: Mapping[Request, slice] = field(default_factory=dict)
+
+    @cached_property
+    def _on_host(self) -> Tensor:
+        assert self.tokens is not None
+        return self.tokens.cpu()
+
+    def __getitem__(self, request: Request) -> bool:
+        place = self.chunks[request]
+        return bool(self._on_host[place].all())
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.chunks)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+
 @dataclass(frozen=True)
 class Forward:
     """What a step computed.
@@ -38,11 +72,12 @@ class Forward:
         logits: of these, `[len(rows), vocab_size]`.
         prompt_rows: prompt positions whose log probabilities are asked for, in order; and
         prompt_logits: of these, `[len(prompt_rows), vocab_size]`.
-        finite: for each request that publishes and had a chunk in the step: whether its keys and values are finite.
+        finite: for each request that publishes and had a chunk in the step: whether its keys and values are finite. To
+            be read once all is done that needs not wait for the device.
     """
 
     rows: list[Row]
     logits: Tensor
     prompt_rows: list[PromptRow]
     prompt_logits: Tensor
-    finite: Mapping[Request, bool] = field(default_factory=dict)
+    finite: FiniteChunks = field(default_factory=FiniteChunks)

@@ -17,7 +17,7 @@ from ..kv.base import KVBackend
 from ..requests.request import Request
 from ..scheduling.scheduler import Entry
 from .decoder_layer import Recorder
-from .forward import Forward, PromptRow, Row
+from .forward import FiniteChunks, Forward, PromptRow, Row
 from .graphs import DecodeGraphs
 from .native_layers import CacheLayers
 
@@ -79,7 +79,7 @@ class ModelRunner:
             be captured; None for no graphs.
 
     Attributes:
-        launches: whether `run` returns before the device has computed, but for prompts.
+        launches: whether `run` returns before the device has computed.
     """
 
     def __init__(
@@ -158,7 +158,8 @@ class ModelRunner:
             torch.tensor(tokens, device=device),
             torch.tensor(places + prompt_places, dtype=torch.int64, device=device),
         )
-        finite = _by_chunk(step.finite, chunks)
+        assert not chunks or step.finite is not None
+        finite = FiniteChunks(step.finite, chunks)
         return Forward(rows, logits[: len(rows)], prompt_rows, logits[len(rows) :], finite)
 
     def _forward(self, batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -170,20 +171,6 @@ class ModelRunner:
     def _compute(self, step: _Step, tokens: Tensor, rows: Tensor) -> Tensor:
         with handing_on(self.latents.values()):
             return run_packed(self.model, step, tokens, step.batch.positions, rows)
-
-
-def _by_chunk(finite: Tensor | None, chunks: Mapping[Request, slice]) -> dict[Request, bool]:
-    """Whether the keys and values of all tokens of each chunk are finite, by those of the last layer.
-
-    A token attends to itself in every layer, whatever the window: if its keys or values are NaN, or its values
-    infinite, so is what it brings to the next layer, and its keys and values there are NaN. The last token of a chunk
-    is not enough, since windows may hide the wrong ones from it.
-    """
-    if not chunks:
-        return {}
-    assert finite is not None
-    of_tokens = finite.cpu()
-    return {request: bool(of_tokens[place].all()) for request, place in chunks.items()}
 
 
 def _are_finite(rows: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from tests.support.backends import CACHING_KVS, PAGED_WINDOWS, chosen
 from tests.support.effort import covering
 from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
+from vattn.engine.model import runner
 from vattn.engine.scheduling.scheduler import HEAD_TOKENS
 
 MAX_TOKENS = 10
@@ -247,6 +248,41 @@ def test_a_prefill_that_is_not_finite_is_not_published(caching_kv: str, chunk: i
     assert tokens([first, second]) == [want, want]
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens > 0
+
+
+class NotedReads(torch.Tensor):
+    """A tensor that notes when its values go to the host."""
+
+    noted: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__):
+            cls.noted.append("read")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_what_comes_is_decided_before_a_prefill_is_seen_to_be_finite(
+    caching_kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the look waits until the prefill is computed, while the next chunk's memory could be mapped."""
+    are_finite = runner._are_finite
+    monkeypatch.setattr(runner, "_are_finite", lambda rows: are_finite(rows).as_subclass(NotedReads))
+    monkeypatch.setattr(NotedReads, "noted", [])
+    with make_llm("llama", caching_kv, max_num_batched_tokens=64, max_num_seqs=1) as llm:
+        core = llm.core
+        core.runner.launches = True
+        look_ahead = core.kv.look_ahead
+
+        def noted_look_ahead() -> None:
+            NotedReads.noted.append("look ahead")
+            look_ahead()
+
+        monkeypatch.setattr(core.kv, "look_ahead", noted_look_ahead)
+        llm.add_request("a", make_prompts([100])[0], SamplingParams(temperature=0, max_tokens=1))
+        llm.step()
+    assert NotedReads.noted[0] == "look ahead"
+    assert "read" in NotedReads.noted
 
 
 def test_completions_of_a_prefill_that_is_not_finite_do_not_publish_it(caching_kv: str) -> None:
