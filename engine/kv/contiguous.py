@@ -1,7 +1,7 @@
 """Reads and writes of backends that store each layer in one strided tensor, slot by slot.
 
-On CPUs vattn's own copy writes all tokens of a step. Elsewhere single tokens are written with one indexed store for the
-batch, longer chunks as slices.
+On CPUs vattn's own copy writes all tokens of a step. Elsewhere all are written with one indexed store, but for a step
+with one chunk, which is written as a slice.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ class ContiguousKV(PlainStore):
         singles, (keys, values) = batch.num_singles, self._layers[layer]
         if cpu.store(key, value, keys, values, *self.places(batch)):
             return
-        if singles == len(key):
-            keys.index_put_(batch.single_places, key)
-            values.index_put_(batch.single_places, value)
+        if len(batch.spans) - singles != 1:  # slices of several chunks would be a launch for each
+            places = batch.slots, batch.positions
+            keys.index_put_(places, key)
+            values.index_put_(places, value)
             return
         if singles:
             keys.index_put_(batch.single_places, key[:singles])
             values.index_put_(batch.single_places, value[:singles])
-        for span, row in batch.chunks():
-            for slots, rows in zip(self._slots[layer], (key, value), strict=True):
-                slots[span.slot][span.start : span.end] = rows[row : row + len(span)]
+        ((span, row),) = batch.chunks()
+        for slots, rows in zip(self._slots[layer], (key, value), strict=True):
+            slots[span.slot][span.start : span.end] = rows[row : row + len(span)]
 
     def homes(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """As `KVBackend` says."""

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.backends import PAGED_WINDOWS
 from vattn import drivers
@@ -177,6 +178,63 @@ def test_what_is_written_is_read(kv: str) -> None:
                 del model.lengths[slot]
             backend.check()
     backend.close()
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (7,), (1, 1, 7), (7, 30), (1, 7, 30, 1)])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kv", ["virtual", "static", PAGED_WINDOWS])
+def test_other_devices_store_what_cpus_do(
+    kv: str, packed: bool, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One indexed store, or a slice beside it: all tokens come where they belong, and nothing else changes."""
+    written = []
+    for on_cpu in (True, False):
+        if not on_cpu:
+            monkeypatch.setattr("vattn.engine.kv.contiguous.cpu.store", lambda *_: False)
+        backend = make_backend(kv)
+        slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
+        backend.prepare(dict.fromkeys(slots, LENGTH))
+        generator = torch.Generator().manual_seed(0)
+        whole = PackedBatch.pack([Span(slot, 0, LENGTH) for slot in slots])
+        chunks = [Span(slot, 50 + slot, 50 + slot + n) for slot, n in zip(slots, lengths, strict=False)]
+        batch = PackedBatch.pack(chunks) if packed else PackedBatch(tuple(chunks))
+        for rows in (whole, batch):
+            for layer in range(LAYERS):
+                key, value = (torch.randn(rows.num_tokens, HEADS, dim, generator=generator) for dim in (DIM, V_DIM))
+                backend.write(layer, rows, key, value)
+        written.append(
+            [side.clone() for at in range(LAYERS) for slot in slots for side in backend.read(at, slot, LENGTH)]
+        )
+        backend.close()
+    assert all(map(torch.equal, *written))
+
+
+class Stores(TorchDispatchMode):
+    """Counts what would be launches on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.index_put_, torch.ops.aten.copy_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("lengths", "stores"), [((1, 1), 2), ((7,), 2), ((1, 1, 7), 4), ((1, 7, 30, 9), 2)])
+def test_other_devices_store_several_chunks_at_once(
+    lengths: tuple[int, ...], stores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vattn.engine.kv.contiguous.cpu.store", lambda *_: False)
+    backend = make_backend("virtual")
+    slots = [backend.allocate(LENGTH) for _ in lengths]
+    backend.prepare(dict(zip(slots, lengths, strict=True)))
+    batch = PackedBatch.pack([Span(slot, 0, n) for slot, n in zip(slots, lengths, strict=True)])
+    assert len(batch.slots) == len(batch.positions)  # builds both
+    with Stores() as launched:
+        backend.write(0, batch, *(torch.randn(sum(lengths), HEADS, dim) for dim in (DIM, V_DIM)))
+    backend.close()
+    assert launched.count == stores
 
 
 def test_lengths_go_down_and_up_at_no_cost(kv: str) -> None:
