@@ -7,7 +7,9 @@ the end of a tensor are zeros, however:
   and no row past it is read;
 - single tokens and other short spans share a call, and their slots end at different rows. They get an arithmetic page
   table: pages that are no multiple of the tile are loaded row by row, predicated by the length. Hence no guard rows. On
-  an H100 that costs single tokens nothing; it would cost chunks a tenth of their time.
+  an H100 that costs single tokens nothing; it would cost chunks a tenth of their time;
+- several chunks of up to 512 rows share such a call too. One each would be a launch per chunk and layer, where a block
+  table takes one for all.
 
 Blocks of a paged cache may have any size; those of a multiple of the tile are loaded by TMA too, mapped as they always
 are, but what they hold past a length must be finite. No sinks; float16 and bfloat16; heads of a multiple of 8 up to
@@ -29,7 +31,8 @@ from vattn.attention.stored import Contiguous
 # With a window, heads of 256 differ from float64 by up to 0.5, over every cache, and those of 64 and 128 do not: vLLM
 # 0.24's build on an H100. What lies between has not been tried.
 _WINDOW_HEAD_DIM = 128
-_SHORT = 64  # rows of a span that is better computed with others, drafts for example, than loaded by TMA
+_SHORT = 64  # rows of a span that needs no TMA: drafts, for example
+_TOGETHER = 512  # rows of a chunk that is computed with others, where there are others; the bound is not measured
 
 
 class FlashAttn3:
@@ -58,13 +61,13 @@ class FlashAttn3:
         blocks = stored.blocks if isinstance(stored, Contiguous) else stored
         slots = {row: span.slot for span, row in batch.chunks()}
         outputs = []
-        for group in batch.split(_SHORT) if isinstance(stored, Contiguous) else batch.groups:
+        for group in batch.split(_TOGETHER) if isinstance(stored, Contiguous) else batch.groups:
             rows, key, value = query[group.rows], blocks.key, blocks.value
             where: dict[str, Any] = {}
             window = params.window_size(group)
             if window != (-1, -1) and query.shape[-1] > _WINDOW_HEAD_DIM:
                 params.expect(self.name, window=False)
-            if isinstance(stored, Contiguous) and group.max_query > _SHORT:
+            if isinstance(stored, Contiguous) and group.max_query > _SHORT and len(group.slots) == 1:
                 rows = rows.unsqueeze(0)
                 key, value = stored.slot(slots[group.rows.start], group.max_length)
             else:

@@ -166,8 +166,8 @@ def test_every_layout(name: str, layout: str, kv_order: str) -> None:
             "flash_attn_interface",
             [
                 ((1, HEADS * GROUP), None, "page_table"),
-                ((1, 80), 1, None),
-                ((5, HEADS * GROUP), None, "page_table"),
+                ((83, HEADS * GROUP), None, "page_table"),
+                ((1, 513), 1, None),
                 ((1, 90), 1, None),
             ],
         ),
@@ -176,8 +176,8 @@ def test_every_layout(name: str, layout: str, kv_order: str) -> None:
 def test_a_chunk_is_a_slice_of_its_slot(
     name: str, package: str, calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single tokens share a call, and drafts too by flash-attn 3. A chunk with an index, or with a table, would
-    have a slower kernel.
+    """Single tokens share a call, and neighbours of up to 512 rows too by flash-attn 3. A chunk with an index, or with
+    a table, would have a slower kernel.
     """
     made = []
     fake = sys.modules[package].flash_attn_with_kvcache
@@ -192,12 +192,43 @@ def test_a_chunk_is_a_slice_of_its_slot(
     monkeypatch.setattr(sys.modules[package], "flash_attn_with_kvcache", recorded)
     backend = make_backend("virtual")
     slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
-    lengths = (1, 80, 3, 2, 90) if name == "flash_attn_3" else (1, 80, 1, 3, 90)
+    lengths = (1, 80, 3, 513, 90) if name == "flash_attn_3" else (1, 80, 1, 3, 90)
     batch = PackedBatch.pack([Span(slot, 0, length) for slot, length in zip(slots, lengths, strict=True)])
     backend.prepare({span.slot: span.end for span in batch.spans})
     query = torch.randn(batch.num_tokens, HEADS * GROUP, DIM)
-    attention._ADAPTERS[name]()(query, backend, 0, batch, AttentionParams())
+    backend.write(0, batch, *(torch.randn(batch.num_tokens, HEADS, DIM) for _ in range(2)))
+    got = attention._ADAPTERS[name]()(query, backend, 0, batch, AttentionParams())
     assert made == calls
+    torch.testing.assert_close(got, attention.get("torch_sdpa")(query, backend, 0, batch, AttentionParams()))
+    backend.close()
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize(("lengths", "calls"), [([128] * SLOTS, 1), ([512, 128, 65], 1), ([128], 1), ([513, 514], 2)])
+def test_flash_attn_3_computes_a_wave_of_prompts_in_one_call(
+    lengths: list[int], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    module = sys.modules["flash_attn_interface"]
+    fake = module.flash_attn_with_kvcache
+
+    def recorded(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
+        made.append(options)
+        output: torch.Tensor = fake(*tensors, **options)
+        return output
+
+    monkeypatch.setattr(module, "flash_attn_with_kvcache", recorded)
+    backend = make_backend("virtual")
+    slots = [backend.allocate(LENGTH) for _ in lengths]
+    batch = PackedBatch.pack([Span(slot, 0, length) for slot, length in zip(slots, lengths, strict=True)])
+    backend.prepare({span.slot: span.end for span in batch.spans})
+    for layer in range(LAYERS):
+        key, value, query = (torch.randn(batch.num_tokens, HEADS, DIM) for _ in range(3))
+        backend.write(layer, batch, key, value)
+        got = attention._ADAPTERS["flash_attn_3"]()(query, backend, layer, batch, AttentionParams())
+        want = attention.get("torch_sdpa")(query, backend, layer, batch, AttentionParams())
+        torch.testing.assert_close(got, want)
+    assert len(made) == calls * LAYERS
     backend.close()
 
 
