@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -37,11 +38,12 @@ class Side:
         return f"{self.cache} with {self.kernel.name}" + (f": {self.refusal}" if self.refusal else "")
 
 
-def sides(first: Sequence[str] = ()) -> list[Side]:
+def sides(first: Sequence[str] = (), *, instead_of: Sequence[str] = ()) -> list[Side]:
     """The sides of a comparison, by kernel.
 
     Args:
         first: kernels that come before the others, if the environment names none and they can read all caches.
+        instead_of: kernels that are left out where one of `first` is there.
 
     Raises:
         ValueError: the environment names a kernel that does not exist.
@@ -57,7 +59,7 @@ def sides(first: Sequence[str] = ()) -> list[Side]:
         of_kernel = [Side(cache, known[name], _refusal(known[name], cache)) for cache in CACHES]
         if not any(side.refusal for side in of_kernel):
             found += of_kernel
-    for name in names:
+    for name in [name for name in names if not (found and name in instead_of)]:
         for cache in CACHES:
             refusal = _refusal(known[name], cache)
             if refusal and (cache, name) in _BONUS:
@@ -71,3 +73,28 @@ def sides(first: Sequence[str] = ()) -> list[Side]:
 def _refusal(kernel: Attention, cache: str) -> str | None:
     block_size = caches.BLOCK_SIZE if cache == "paged" else None
     return kernel.refusal(Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size))
+
+
+def low(of: Sequence[float]) -> float:
+    """The tenth percentile: of many ratios the least is noise."""
+    return quantiles(of, n=10, method="inclusive")[0] if len(of) > 1 else min(of, default=1.0)
+
+
+def ratios(seconds: Mapping[Any, Mapping[Side, float]], over: str, under: str) -> list[float]:
+    """By case, the seconds with one cache over those with another, by the same kernel."""
+    return [
+        found[side] / own
+        for found in seconds.values()
+        for virtual, own in found.items()
+        if virtual.cache == under and (side := replace(virtual, cache=over)) in found
+    ]
+
+
+def best_over_best(seconds: Mapping[Any, Mapping[Side, float]]) -> list[float]:
+    """By case, paged over virtual, each by its fastest kernel."""
+    of_cases = []
+    for found in seconds.values():
+        paged, virtual = ([own for side, own in found.items() if side.cache == cache] for cache in ("paged", "virtual"))
+        if paged and virtual:
+            of_cases.append(min(paged) / min(virtual))
+    return of_cases

@@ -233,6 +233,19 @@ def test_every_side_is_there_or_missing_for_a_reason(monkeypatch: pytest.MonkeyP
     assert missing == ["paged with flash_attn_2: not installed; there is no library either"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_kernel_gives_way_to_a_better_one_that_is_there(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.delenv(sides.KERNELS, raising=False)
+    monkeypatch.setattr(flash_attn_2, "provide", lambda: None)
+    best: dict[str, dict[bool, str | None]] = {"flash_attn_3": {}} if there else {}
+    kernels(monkeypatch, flash_attn_2={}, torch_flash={}, **best)
+    found = [side.kernel.name for side in sides.sides(["flash_attn_3"], instead_of=["torch_flash"])]
+    first, second = ("flash_attn_3", "flash_attn_2") if there else ("flash_attn_2", "torch_flash")
+    assert found == [first] * 3 + [second] * 3
+    monkeypatch.setenv(sides.KERNELS, "torch_flash")
+    assert {side.kernel.name for side in sides.sides(["flash_attn_3"], instead_of=["torch_flash"])} == {"torch_flash"}
+
+
 def test_kernels_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn_2, "provide", lambda: None)
     kernels(monkeypatch, flash_attn_2={}, flashinfer={False: "it is not installed"})
@@ -276,11 +289,13 @@ def test_goals_and_rows_of_attention() -> None:
 
 
 def test_goals_of_the_engine() -> None:
-    virtual, static, torchs = (sides.Side(*side) for side in (("virtual", FA2), ("static", FA2), ("virtual", TORCH)))
-    rates: engine_part.Rates = {
-        (32, 1024, 2048, False): {virtual: 1.0, static: 4.0, torchs: 9.0},  # Python's time
-        (32, 1024, 2048, True): {virtual: 1.0, static: 2.0, torchs: 9.0},
+    caches = ("virtual", "static", "static again", "paged")
+    virtual, static, again, paged = (sides.Side(cache, FA2) for cache in caches)
+    times: engine_part.Times = {
+        engine_part.Work(32, 1024, 1104): {virtual: 2.0, static: 1.0, again: 0.9, paged: 3.0},
+        engine_part.Work(1, 4096, 2**17): {sides.Side("virtual", TORCH): 9.0},  # no other was captured
     }
-    assert [(goal.what, goal.value) for goal in engine_part._goals(rates)] == [
-        ("tokens/s, virtual over static (least, at 32 x 1024 of 2048, flash_attn_2)", 0.5)
+    assert [(goal.what, goal.value, goal.bound) for goal in engine_part._goals(times)] == [
+        ("seconds per step, pre-allocated over virtual (10th percentile of 1 cases)", 0.5, 0.99 * 0.9),
+        ("seconds per step, best paged over best virtual (10th percentile of 1 cases)", 1.5, 1.0),
     ]

@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from statistics import quantiles
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ from bench.gpu.device import (
     times,
 )
 from bench.gpu.figures import MISSING, Figures
-from bench.gpu.sides import CACHES, Side, sides
+from bench.gpu.sides import CACHES, Side, best_over_best, low, ratios, sides
 from bench.harness.report import Goal, Report, Row
 from vattn.attention import AttentionParams, PackedBatch, Span
 
@@ -181,37 +180,14 @@ def _goals(seconds: Times) -> list[Goal]:
     """
     decode = {work: found for work, found in seconds.items() if work.new == 1 and work.kind != "shared"}
     prefill = {work: found for work, found in seconds.items() if work.new > 1 and work.context >= 32_768}
-    noise = _low(_ratios(decode, "static again", "static"))
+    noise = low(ratios(decode, "static again", "static"))
     goals = []
-    for what, ratios, bound in (
-        ("decode, pre-allocated over virtual", _ratios(decode, "static", "virtual"), 0.99 * min(1.0, noise)),
-        ("decode, pre-allocated over aged virtual", _ratios(decode, "static", "virtual, aged"), 0.99 * min(1.0, noise)),
-        ("decode, best paged over best virtual", _best_over_best(decode), 1.0),
-        ("prefill from 32K, best paged over best virtual", _best_over_best(prefill), 1.0),
+    for what, found, bound in (
+        ("decode, pre-allocated over virtual", ratios(decode, "static", "virtual"), 0.99 * min(1.0, noise)),
+        ("decode, pre-allocated over aged virtual", ratios(decode, "static", "virtual, aged"), 0.99 * min(1.0, noise)),
+        ("decode, best paged over best virtual", best_over_best(decode), 1.0),
+        ("prefill from 32K, best paged over best virtual", best_over_best(prefill), 1.0),
     ):
-        if ratios:
-            goals.append(Goal(f"{what} (10th percentile of {len(ratios)} cases)", _low(ratios), ">=", bound))
+        if found:
+            goals.append(Goal(f"{what} (10th percentile of {len(found)} cases)", low(found), ">=", bound))
     return goals
-
-
-def _low(ratios: list[float]) -> float:
-    return quantiles(ratios, n=10, method="inclusive")[0] if len(ratios) > 1 else min(ratios, default=1.0)
-
-
-def _ratios(seconds: Times, over: str, under: str) -> list[float]:
-    """The seconds with one cache over those with another, by the same kernel."""
-    return [
-        found[side] / own
-        for found in seconds.values()
-        for virtual, own in found.items()
-        if virtual.cache == under and (side := replace(virtual, cache=over)) in found
-    ]
-
-
-def _best_over_best(seconds: Times) -> list[float]:
-    ratios = []
-    for found in seconds.values():
-        paged, virtual = ([own for side, own in found.items() if side.cache == cache] for cache in ("paged", "virtual"))
-        if paged and virtual:
-            ratios.append(min(paged) / min(virtual))
-    return ratios
