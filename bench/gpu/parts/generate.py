@@ -2,12 +2,15 @@
 
 StaticCache is measured at exactly the size that the request needs, and at twice that: its attention reads all of it.
 Nothing is compiled, so that the model is the same. Memory is what the request took from the device, weights left out.
+The caches take turns, three times. A token's time has no goal: it is Python's on the host, not the device's.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,15 +21,19 @@ from bench.gpu.figures import Figures
 from bench.gpu.models import llama
 from bench.harness.models import CACHE
 from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import turns
 from vattn import VirtualCache
 
 ABOUT = "VirtualCache beside DynamicCache and StaticCache under generate()"
 RANK = 18
 SECONDS = 150
 
+_WARMUP = 4  # tokens: a prompt and decode steps
+_BLOCK = 128  # tokens that "auto" covers with a block, of which a row has one that is not full
+
 
 def run(quick: bool) -> Report:
-    layers, new = (2, 4) if quick else (32, 32)
+    layers, new, rounds = (2, 4, 1) if quick else (32, 16, 3)
     model: Any = llama(layers=layers)
     model.set_attn_implementation("sdpa")
     # It plans anew for every shape, so that caches that grow would pay per token, and a StaticCache would not.
@@ -37,9 +44,10 @@ def run(quick: bool) -> Report:
         total = batch * (context + new)
         makers = _makers(model, context + new, "64MiB" if quick else "24GiB")
         ids = torch.randint(model.config.vocab_size, (batch, context), device=DEVICE)
-        for name, make in makers.items():
-            prefill = min(_generate(model, ids, make, 1)[0] for _ in range(2))  # the first warms up
-            whole, cache_bytes, peak = _generate(model, ids, make, new)
+        prefills, wholes, memory = _rounds(model, ids, makers, new, rounds)
+        for name in makers:
+            prefill, whole = median(prefills[name]), median(wholes[name])
+            cache_bytes, peak = memory[name]
             row: Row = {
                 "batch": batch,
                 "context": context,
@@ -48,10 +56,16 @@ def run(quick: bool) -> Report:
                 "ms per token": 1e3 * (whole - prefill) / (new - 1),
                 "cache MiB": cache_bytes / 2**20,
                 "peak MiB": peak / 2**20,
-                "least MiB": total * 2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize / 2**20,
+                "least MiB": total * _token_bytes(layers) / 2**20,
             }
             figures.append(row)
             by_case[batch, context, name] = row
+
+    waste = [
+        (float(row["cache MiB"]) - float(row["least MiB"])) * 2**20 / _token_bytes(layers) / batch
+        for (batch, _, cache), row in by_case.items()
+        if cache == "virtual"
+    ]
 
     def least(other: str, column: str, tokens: int = 0) -> float:
         """Over prompts of at least so many tokens together: shorter ones take the time of Python on the host."""
@@ -63,20 +77,45 @@ def run(quick: bool) -> Report:
 
     long = 32 if quick else 8192
     return Report(
-        parameters={"layers": layers, "new tokens": new, "attention": "sdpa"},
+        parameters={"layers": layers, "new tokens": new, "rounds": rounds, "attention": "sdpa"},
         figures=figures,
         goals=[
-            Goal("ms per token, dynamic over virtual (least)", least("dynamic", "ms per token"), ">=", 1.0),
-            Goal("ms per token, static over virtual (least)", least("static", "ms per token"), ">=", 0.99),
             Goal(
                 f"prefill from {long} tokens, dynamic over virtual (least)",
                 least("dynamic", "prefill ms", long),
                 ">=",
                 0.99,
             ),
-            Goal("peak memory, dynamic over virtual (least)", least("dynamic", "peak MiB"), ">=", 1.0),
+            Goal("tokens for which a row of the virtual cache has unused memory (most)", max(waste), "<=", _BLOCK),
         ],
     )
+
+
+def _token_bytes(layers: int) -> int:
+    return 2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+
+
+def _rounds(
+    model: Any, ids: torch.Tensor, makers: Mapping[str, Callable[[], Any]], new: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, tuple[int, int]]]:
+    """Of each cache the seconds to the first token and those of all tokens, and its bytes and those at the peak."""
+    prefills: dict[str, list[float]] = {name: [] for name in makers}
+    wholes: dict[str, list[float]] = {name: [] for name in makers}
+    memory: dict[str, tuple[int, int]] = {}
+    for make in makers.values():
+        _generate(model, ids, make, _WARMUP)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            for name in turns(makers, number):
+                prefills[name].append(_generate(model, ids, makers[name], 1)[0])
+                seconds, held, peak = _generate(model, ids, makers[name], new)
+                wholes[name].append(seconds)
+                memory[name] = held, peak
+    finally:
+        gc.enable()
+    return prefills, wholes, memory
 
 
 def _makers(model: Any, tokens: int, budget: str) -> dict[str, Callable[[], Any]]:
@@ -90,6 +129,7 @@ def _makers(model: Any, tokens: int, budget: str) -> dict[str, Callable[[], Any]
 
 def _generate(model: Any, ids: torch.Tensor, make: Callable[[], Any], new: int) -> tuple[float, int, int]:
     """Seconds; bytes of the cache's own memory; bytes of all memory at its peak, without the weights."""
+    gc.collect()  # a cache in a cycle would keep its memory, with automatic collection off
     cache = make()
     empty_cache()
     if not STUB:
