@@ -158,6 +158,7 @@ def _run_apart(
     command = [sys.executable, "-m", "bench.gpu", part.name, "--here", str(file), *(["--quick"] if quick else [])]
     log, rows = running.with_suffix(".log"), running.with_suffix(".rows")
     rows.unlink(missing_ok=True)
+    started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
@@ -177,7 +178,8 @@ def _run_apart(
     if not file.exists():
         print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-_LINES_OF_A_FAILURE:]))
         print(f"{part.name} failed: {failure}")
-        _write(file, Report({}, _rows(rows), []), part.name, quick, {"failed": failure})
+        seconds = time.monotonic() - started
+        _write(file, Report({}, _rows(rows), []), part.name, quick, {"failed": failure}, seconds=seconds)
     shutil.move(log, file.with_suffix(".log"))
     rows.unlink(missing_ok=True)
     record: dict[str, Any] = json.loads(file.read_text())
@@ -190,8 +192,17 @@ def _rows(file: Path) -> list[Row]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _write(file: Path, report: Report, name: str, quick: bool, more: Mapping[str, Any], foreign: float = 0.0) -> None:
-    record = report.record(name, quick=quick, foreign_cores=foreign) | dict(more)
+def _write(
+    file: Path,
+    report: Report,
+    name: str,
+    quick: bool,
+    more: Mapping[str, Any],
+    *,
+    seconds: float,
+    foreign: float = 0.0,
+) -> None:
+    record = report.record(name, quick=quick, foreign_cores=foreign, seconds=seconds) | dict(more)
     if record["commit"] is None or "VATTN_COMMIT" in os.environ:  # a copy's .git may be older than its files
         record |= _carried_commit()
     part = file.with_suffix(".part")
@@ -234,6 +245,7 @@ def _run_here(part: Case, quick: bool, file: Path) -> int:
     stub = device.over_stub()  # before the part: it makes torch pass for one that has CUDA
     quick |= stub  # whose times mean nothing
     os.environ[figures.OUT] = str(file.parent)
+    started = time.monotonic()
     module = part.load()
     load = LoadMeter()
     report: Report = module.run(quick)
@@ -244,7 +256,7 @@ def _run_here(part: Case, quick: bool, file: Path) -> int:
         "timed": report.timed,
         "contended": report.timed and contended(foreign, os.cpu_count() or 1),
     }
-    _write(file, report, part.name, quick, more, foreign)
+    _write(file, report, part.name, quick, more, seconds=time.monotonic() - started, foreign=foreign)
     return 0
 
 

@@ -180,6 +180,17 @@ def test_the_commit_of_a_checkout_without_git(
     assert (record["commit"], record["dirty"]) == (commit, dirty)
 
 
+def test_a_record_has_the_seconds_of_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(figures.OUT, "restored afterwards")
+    clock = iter([100.0, 107.25])
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    report = Report({}, [{"figure": 1}], [], timed=False)
+    monkeypatch.setattr(Case, "load", lambda _: SimpleNamespace(run=lambda quick: report))
+    file = tmp_path / "nothing.json"
+    assert gpu._run_here(Case("nothing", "nothing", {"ABOUT": "nothing"}, None), True, file) == 0
+    assert json.loads(file.read_text())["seconds"] == 7.2
+
+
 def test_parts_are_found_in_the_order_of_their_ranks() -> None:
     parts = gpu.find_parts()
     assert parts.keys() == {path.stem for path in (ROOT / "bench" / "gpu" / "parts").glob("[!_]*.py")}
