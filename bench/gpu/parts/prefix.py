@@ -1,7 +1,7 @@
 """Requests with one long prompt in common, through the engine: time to first token with and without a prefix cache.
 
-The first request computes the prompt, the others find it: over block tables, or over aliased pages. A second wave of
-requests ("again") finds slots in which the prompt is mapped.
+The first request computes the prompt, the others find it: over block tables, or over aliased pages, which are mapped in
+slots that have not the prompt ("cold"). A second wave of requests ("again") finds slots in which the prompt is mapped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from bench.gpu import PAGE
+from bench.gpu.device import STUB
 from bench.gpu.engines import engine, kernels
 from bench.gpu.figures import MISSING, Figures
 from bench.gpu.models import llama
@@ -20,7 +21,10 @@ from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "requests with a prompt in common: time to first token, memory"
 RANK = 11
-SECONDS = 70
+SECONDS = 80
+
+_FUSED = "virtual, fused"
+_FUSED_PAGE = PAGE if STUB else 8 * PAGE  # the host, in the place of the device, has none above 2 MiB
 
 
 def run(quick: bool) -> Report:
@@ -40,6 +44,7 @@ def run(quick: bool) -> Report:
         ("none", "virtual", False, {}),
         ("virtual", "virtual", True, {}),
         ("virtual, pages of 2 MiB", "virtual", True, {"layout": "sliced", "page_size": PAGE}),
+        (_FUSED, "virtual", True, {"layout": "fused", "page_size": _FUSED_PAGE}),  # half as many mappings
         ("paged", "paged", True, {}),
     ):
         if kv not in used:
@@ -72,18 +77,27 @@ def run(quick: bool) -> Report:
         )
     by_name = {row["prefix cache"]: row for row in figures}
 
-    def over(other: str, column: str) -> float:
-        return float(by_name["virtual"][column]) / float(by_name[other][column])
+    def over(other: str, column: str, name: str = "virtual") -> float:
+        return float(by_name[name][column]) / float(by_name[other][column])
 
     goals = [
-        Goal("TTFT, virtual over no prefix cache", over("none", "TTFT s"), "<=", 0.2),
+        Goal("TTFT in cold slots, virtual over no prefix cache", over("none", "TTFT s"), "<=", 0.2),
+        Goal("TTFT again, virtual over no prefix cache", over("none", "TTFT again s"), "<=", 0.2),
         Goal("bytes held, virtual over no prefix cache", over("none", "used GiB"), "<=", 0.2),
     ]
     if "paged" in by_name:
-        goals.append(Goal("TTFT, virtual over paged", over("paged", "TTFT s"), "<=", 1.0))
-        goals.append(Goal("TTFT again, virtual over paged", over("paged", "TTFT again s"), "<=", 1.0))
+        for name in ("virtual", _FUSED):
+            goals.append(Goal(f"TTFT in cold slots, {name} over paged", over("paged", "TTFT s", name), "<=", 1.0))
+            goals.append(Goal(f"TTFT again, {name} over paged", over("paged", "TTFT again s", name), "<=", 1.0))
     return Report(
-        parameters={"layers": layers, "requests": requests, "common": common, "own": own, MISSING: missing},
+        parameters={
+            "layers": layers,
+            "requests": requests,
+            "common": common,
+            "own": own,
+            "fused page MiB": _FUSED_PAGE // 2**20,
+            MISSING: missing,
+        },
         figures=figures,
         goals=goals,
     )
