@@ -22,7 +22,13 @@ from vattn.errors import VattnError
 
 NAME = "tested"
 
-_SCRIPT = "import sys; from vattn.broker.server import serve; serve(sys.argv[1], int(sys.argv[2]), device=sys.argv[3])"
+# On a busy machine the thread of a borrower may not come to answer within a second.
+_SCRIPT = """
+import sys
+from vattn.broker import books, server
+books.PATIENCE = 10.0
+server.serve(sys.argv[1], int(sys.argv[2]), device=sys.argv[3])
+"""
 
 
 class Process:
