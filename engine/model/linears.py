@@ -93,12 +93,11 @@ class Packed:
 
 
 def _rows(tensor: Tensor, width: int) -> Tensor:
-    """`[n, width]` as native calls read them: elements side by side, which they load in pairs."""
+    """`[n, width]` as native calls read them: elements side by side."""
     if tensor.dtype != torch.bfloat16:
         raise RuntimeError(f"a linear layer in bfloat16 was given {tensor.dtype}; convert its input to its type")
     rows = tensor.reshape(-1, width)
-    outer, inner = rows.stride()
-    return rows if inner == 1 and outer % 2 == 0 else rows.contiguous()
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _shapes(linear: nn.Linear) -> str:
