@@ -36,7 +36,7 @@ from .model.fingerprint import fingerprint
 from .model.forward import Forward, Row
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
-from .model.threads import Threads
+from .model.threads import Threads, end_team
 from .requests.grammar import exclude
 from .requests.intake import Intake
 from .requests.logprobs import Logprob, token_logprobs
@@ -193,6 +193,7 @@ class EngineCore:
         """
         self.gate.enter(Use(thread, name, lent=True))
         self._on_closing = on_closing
+        end_team()
         if self.gate.closing:
             self.end_loan(thread)
             raise EngineClosed("this LLM is closed; make a new one")

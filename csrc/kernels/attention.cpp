@@ -229,7 +229,8 @@ void attend(const Attention& a, const Kernels& k) {
   Scratch measure;
   const std::size_t each = lay_out(a, todo, k.lanes, nullptr, measure);
   const int num_items = static_cast<int>(todo.items.size()), num_merges = static_cast<int>(todo.merges.size());
-  const int threads = std::min(a.threads, num_items);
+  // All threads, or one: OpenMP's runtime ends those that a smaller team leaves out, and the next product makes them anew.
+  const int threads = num_items > 1 ? a.threads : 1;
   const std::size_t partial = aligned(todo.partial * sizeof(float));
   static thread_local Room room;
   Queue queue(todo.items);

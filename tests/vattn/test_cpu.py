@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,24 @@ def test_other_rows_do_not_change_a_row_of_a_linear_layer(width: int, gated: boo
     together = cpu.linear(rows, weight)
     for n in (1, 2, 5, 23, 127, 128, 129, 256, 260):
         assert torch.equal(cpu.linear(rows[:n], weight), together[:n])
+
+
+@pytest.mark.usefixtures("linear_kernels")
+def test_attention_ends_no_threads_that_others_need() -> None:
+    rows, weight = torch.ones(1, 512).bfloat16(), cpu.pack_weight(torch.ones(512, 512).bfloat16())
+    query, keys = torch.ones(1, 8, 64), torch.ones(1, 600, 2, 64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        cpu.linear(rows, weight)
+        before = os.listdir("/proc/self/task")
+        # Two parts, so two threads have nothing to do.
+        cpu.attend(query, keys, keys, slots=None, lengths=torch.tensor([600], dtype=torch.int32))
+        cpu.linear(rows, weight)
+        assert len(before) >= 4
+        assert os.listdir("/proc/self/task") == before
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("linear_kernels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
@@ -16,7 +17,7 @@ from tests.support.effort import covering, effort
 from tests.support.tiny_models import random_model
 from vattn import cores as machine_cores
 from vattn.cores import FreeCores, _quotas, thread_counts
-from vattn.engine import LLM, Counter, Histogram, SamplingParams
+from vattn.engine import LLM, AsyncEngine, Counter, Histogram, SamplingParams
 from vattn.engine.model import threads as module
 from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.threads import Threads, Tuner
@@ -231,6 +232,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "cores", lambda: 2)
     monkeypatch.setattr(module, "FreeCores", lambda: lambda: 2)
     torch.set_num_threads(2)
+    module.end_team()
     yield
     torch.set_num_threads(before)
 
@@ -251,6 +253,24 @@ def generate(llm: LLM, max_tokens: int = 6) -> Any:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=5)
     outputs = llm.generate([{"prompt_token_ids": list(range(3, 40))}, [5, 6, 7]], params, use_tqdm=False)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_that_loaded_a_model_end_when_another_thread_is_to_compute() -> None:
+    """More OpenMP threads than cores sleep whenever they wait for each other."""
+
+    async def serve() -> None:
+        async with AsyncEngine(LLM(make_model(), memory_budget="1MiB", max_model_len=64)) as engine:
+            assert not computing & set(os.listdir("/proc/self/task"))
+            params = SamplingParams(temperature=0, max_tokens=4)
+            outputs = [output async for output in engine.generate([1, 2, 3], params)]
+            assert outputs[-1].finished
+
+    alone = set(os.listdir("/proc/self/task"))
+    torch.ones(10**6).sum()
+    computing = set(os.listdir("/proc/self/task")) - alone
+    assert computing
+    asyncio.run(serve())
 
 
 @pytest.mark.usefixtures("two_threads")
