@@ -121,8 +121,8 @@ const Item* Queue::take() {
 namespace {
 
 constexpr int kRows = 128;   // of a head in an item: their sums stay in the second cache
-constexpr int kMost = 8;     // items of a request that are enough for the threads, without a division by keys
-constexpr int kKeys = 1024;  // most in a part of an item: each part starts anew, which takes as long as 20 keys
+constexpr int kMost = 64;    // items of a request that are enough for the threads; fewer are divided by keys
+constexpr int kKeys = 1024;  // that are worth a part: each starts anew, which takes as long as 20 keys
 
 // Partial results of one stretch of queries: `count` of them, `stride` floats apart.
 struct Merge {
@@ -137,11 +137,11 @@ struct Plan {
   std::int64_t partial = 0;  // floats
   int rows = 0;              // most of an item
 
-  // Adds an item, in parts if it may be `divided` and has many keys.
-  void add(Item item, const Attention& a, bool divided) {
+  // Adds an item, in up to so many parts if it has many keys.
+  void add(Item item, const Attention& a, std::int64_t most_parts) {
     // Numbers close to the largest length exceed 32 bits when they are rounded up.
     const std::int64_t begin = item.begin, end = item.end, keys = end - begin;
-    const std::int64_t parts = divided ? (keys + kKeys - 1) / kKeys : 1;
+    const std::int64_t parts = std::min((keys + kKeys - 1) / kKeys, most_parts);
     if (parts <= 1) {
       items.push_back(item);
       return;
@@ -172,13 +172,16 @@ Plan plan(const Attention& a) {
   const int tokens = std::max(1, kRows / a.group());
   for (int i = 0; i < a.count; ++i) {
     const int num_new = a.num_new(i);
-    const bool few = (num_new + tokens - 1) / tokens * (a.num_kv_heads / heads) < kMost;
-    for (int token = 0; token < num_new; token += tokens) {
+    const std::int64_t blocks = (num_new + tokens - 1) / tokens, items = blocks * (a.num_kv_heads / heads);
+    const std::int64_t parts = items ? (kMost + items - 1) / items : 1;
+    // The last tokens have the most keys: what takes longest comes first, so that threads end together.
+    for (std::int64_t block = blocks; block-- > 0;) {
+      const int token = static_cast<int>(block) * tokens;
       const int count = std::min(tokens, num_new - token);
       const int position = a.lengths[i] - num_new + token;
       const int begin = a.window ? std::max(0, position - a.window + 1) : 0;
       for (int head = 0; head < a.num_kv_heads; head += heads)
-        plan.add({i, head, heads, token, count, begin, position + count, -1}, a, few);
+        plan.add({i, head, heads, token, count, begin, position + count, -1}, a, parts);
       plan.rows = std::max(plan.rows, count * a.group() * heads);
     }
   }
@@ -229,7 +232,8 @@ void attend(const Attention& a, const Kernels& k) {
   Scratch measure;
   const std::size_t each = lay_out(a, todo, k.lanes, nullptr, measure);
   const int num_items = static_cast<int>(todo.items.size()), num_merges = static_cast<int>(todo.merges.size());
-  // All threads, or one: OpenMP's runtime ends those that a smaller team leaves out, and the next product makes them anew.
+  // All threads, or one: OpenMP's runtime ends those that a smaller team leaves out, and the next product makes them
+  // anew.
   const int threads = num_items > 1 ? a.threads : 1;
   const std::size_t partial = aligned(todo.partial * sizeof(float));
   static thread_local Room room;
@@ -242,9 +246,11 @@ void attend(const Attention& a, const Kernels& k) {
     lay_out(a, todo, k.lanes, memory + partial + static_cast<std::size_t>(omp_get_thread_num()) * each, scratch);
     scratch.partials = reinterpret_cast<float*>(memory);
     k.attend[static_cast<int>(a.stored_type)](a, queue, scratch);
+    if (num_merges) {
 #pragma omp barrier
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < num_merges; ++i) merge(a, k, todo.merges[i], scratch.partials);
+#pragma omp for schedule(dynamic) nowait
+      for (int i = 0; i < num_merges; ++i) merge(a, k, todo.merges[i], scratch.partials);
+    }
   }
 }
 

@@ -199,6 +199,51 @@ void compare(const Kernels& kernels, const Types& types, const Shape& shape, con
       }
 }
 
+// The items of one request, in their order.
+std::vector<Item> items(int kv_heads, int group, int length, int num_new) {
+  static std::vector<Item> taken;
+  taken.clear();
+  Kernels recording = kernels().back();
+  recording.attend[static_cast<int>(Type::kFloat32)] = [](const Attention&, Queue& queue, const Scratch&) {
+    while (const Item* item = queue.take()) taken.push_back(*item);
+  };
+  recording.merge = [](const Attention&, const float*, int, std::int64_t, std::byte*) {};
+  constexpr int kDim = 8;
+  const std::int32_t starts[] = {0, num_new};
+  std::vector<float> output(static_cast<std::size_t>(num_new * kv_heads * group * kDim));
+  Attention a{};
+  a.count = 1;
+  a.lengths = &length;
+  a.starts = starts;
+  a.num_heads = kv_heads * group;
+  a.num_kv_heads = kv_heads;
+  a.head_dim = a.v_head_dim = kDim;
+  a.key.token_stride = kDim * 4;
+  a.key.head_stride = length * a.key.token_stride;
+  a.output = reinterpret_cast<std::byte*>(output.data());
+  a.threads = 1;
+  attend(a, recording);
+  return taken;
+}
+
+TEST(a_long_request_is_divided_among_many_threads) {
+  for (const int kv_heads : {1, 2, 8, 32}) {
+    const std::vector<Item> found = items(kv_heads, 4, 1 << 17, 1);
+    CHECK(found.size() == 64);
+    std::int64_t keys = 0;
+    for (const Item& item : found) keys += item.end - item.begin;
+    CHECK(keys == std::int64_t{kv_heads} << 17);
+  }
+  CHECK(items(8, 4, 1500, 1).size() == 16);
+  CHECK(items(8, 4, 1024, 1).size() == 8);
+}
+
+TEST(what_takes_longest_comes_first) {
+  const std::vector<Item> found = items(8, 4, 512, 512);
+  CHECK(found.size() == 128);
+  for (std::size_t i = 1; i < found.size(); ++i) CHECK(found[i].end <= found[i - 1].end);
+}
+
 void compare_all(const Types& types) {
   const Shape shapes[] = {
       {2, 7, 64, 64, {1, 127, 300}, {1, 1, 1}, 0},
