@@ -100,7 +100,8 @@ class EngineConfig:
     generation_config: str | os.PathLike[str] = option(
         "auto",
         "where the sampling parameters of requests without any come from: `auto`, the model's generation config; "
-        "`vllm`, the defaults of `SamplingParams`; or a folder with a `generation_config.json`",
+        "`vllm`, the defaults of `SamplingParams`; or a folder with a `generation_config.json`, whose end-of-sequence "
+        "tokens, if it states any, then replace those of the model's",
     )
     tensor_parallel_size: int = option(1, "1: a model runs on one device", parse=int)
     device: str | torch.device = option(

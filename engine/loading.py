@@ -85,9 +85,11 @@ class LoadedModel:
         self.max_num_batched_tokens = config.resolved_max_num_batched_tokens(self.model.device)
         embedding: Any = self.model.get_input_embeddings()
         self.vocab_size: int = embedding.num_embeddings
-        self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer) & frozenset(range(self.vocab_size))
+        generation = _generation_config(config, self.model)
+        eos_token_ids = _eos_token_ids(generation, self.model, self.tokenizer)
+        self.eos_token_ids = eos_token_ids & frozenset(range(self.vocab_size))
         self.eos_token_id = _eos_token_id(self.tokenizer, self.eos_token_ids)
-        self.sampling_defaults = _sampling_defaults(config, self.model)
+        self.sampling_defaults = {} if config.generation_config == "vllm" else _sampling_defaults(generation)
         self.sampling_params = _default_sampling_params(self.sampling_defaults)
         self.latents: Mapping[int, packed.LatentAttention] = {}
         self.is_ours = isinstance(config.model, str)
@@ -260,16 +262,18 @@ _SAMPLING_DEFAULTS = {
 }
 
 
-def _sampling_defaults(config: EngineConfig, model: PreTrainedModel) -> dict[str, Any]:
+def _generation_config(config: EngineConfig, model: PreTrainedModel) -> Any:
+    """That of the folder `generation_config`; the model's, if it has one, for "auto" and "vllm"."""
+    if config.generation_config in ("auto", "vllm"):
+        return getattr(model, "generation_config", None)
+    path = str(config.generation_config)
+    with _loading("generation config", path):
+        return GenerationConfig.from_pretrained(path)
+
+
+def _sampling_defaults(generation: Any) -> dict[str, Any]:
     """What the generation config says that is not transformers' own default; `do_sample` does not count, as in vLLM."""
-    if config.generation_config == "vllm":
-        return {}
-    found: Any = getattr(model, "generation_config", None)
-    if config.generation_config != "auto":
-        path = str(config.generation_config)
-        with _loading("generation config", path):
-            found = GenerationConfig.from_pretrained(path)
-    said = {} if found is None else found.to_diff_dict()
+    said = {} if generation is None else generation.to_diff_dict()
     return {name: said[key] for key, name in _SAMPLING_DEFAULTS.items() if said.get(key) is not None}
 
 
@@ -296,9 +300,14 @@ def _load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     return cast(PreTrainedTokenizerBase | None, tokenizer)
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Those of the generation config and the tokenizer's: checkpoints exist in which either lacks the other's."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+def _eos_token_ids(
+    generation: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """Those of the generation config, the model's where it states none, and the tokenizer's: checkpoints exist in which
+    either of the last two lacks the other's.
+    """
+    stated = (getattr(each, "eos_token_id", None) for each in (generation, getattr(model, "generation_config", None)))
+    eos = next((each for each in stated if each is not None), None)
     found = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)

@@ -54,6 +54,20 @@ def test_sampling_parameters_of_the_checkpoint(checkpoint: Path, tmp_path: Path)
             assert len(same.outputs[0].token_ids) <= (params.max_tokens or 0)
 
 
+def test_end_of_sequence_tokens_of_the_generation_config(checkpoint: Path, tmp_path: Path) -> None:
+    change(checkpoint / "generation_config.json", eos_token_id=5)
+    for name, said in (("other", {"eos_token_id": [6]}), ("silent", {"temperature": 0.5})):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "generation_config.json").write_text(json.dumps(said))
+    for choice, eos in (("auto", 5), ("vllm", 5), (tmp_path / "other", 6), (tmp_path / "silent", 5)):
+        with LLM(checkpoint, generation_config=choice, **OPTIONS) as llm:
+            assert llm.core.loaded.eos_token_ids == {0, eos}  # 0 is the tokenizer's
+            params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[eos])
+            completion = llm.generate("The river", params, use_tqdm=False)[0].outputs[0]
+        assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == ([eos], "stop", eos)
+
+
 def test_a_generation_config_that_cannot_be_read_or_used(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="the generation config '/nowhere' cannot be loaded"):
         LLM(checkpoint, generation_config="/nowhere", **OPTIONS)
