@@ -55,7 +55,7 @@ class SamplingParams:
         allowed_token_ids: only these are sampled.
         bad_words: texts that the output must not have: the last token of each is never sampled where it would complete
             it.
-        seed: of the request's own random numbers; None to draw one from the engine's seed.
+        seed: of the request's own random numbers; None or -1 to draw one from the engine's seed.
         stop: text or texts that end the output; cut off unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output; in its token ids, and in its text if `include_stop_str_in_output`.
         ignore_eos: go on after the model's end-of-sequence token.
@@ -122,7 +122,7 @@ class SamplingParams:
             seed = whole(self.seed)
             if seed is None or not -(2**63) <= seed < 2**64:
                 raise wrong("seed", f"is {shown(self.seed)}; give an integer of 64 bits, or None")
-            self._set("seed", seed)
+            self._set("seed", None if seed == -1 else seed)
         if self.max_tokens is not None:
             self._whole("max_tokens", 0, what="how many tokens at most, or None for what the context holds")
         self._whole("min_tokens", 0)

@@ -135,6 +135,14 @@ def test_extremes_are_accepted() -> None:
     assert (params.stop, params.logit_bias, params.max_tokens) == (("end",), {5: -100}, None)
 
 
+@pytest.mark.parametrize("none", [-1, np.int64(-1), None])
+def test_no_seed(none: Any) -> None:
+    assert SamplingParams(seed=none).seed is None
+    assert SamplingParams.from_optional(seed=none) == SamplingParams()
+    assert SamplingParams(seed=7).clone(seed=none).seed is None
+    assert SamplingParams(seed=-2).seed == -2
+
+
 def test_a_clone_differs_where_asked_to() -> None:
     params = SamplingParams(temperature=0.5, stop=["a"], logit_bias={5: 1.0}, structured_outputs={"regex": "a"})
     assert params.clone() == params
