@@ -254,7 +254,7 @@ class Layer:
         key, value: as `vattn.attention.attend` takes them, in the type of queries.
         key_home, value_home: where new rows are stored, `[rows, num_kv_heads, dim]` or `[slots, tokens, num_kv_heads,
             dim]`: in the memory of `key` and `value`, which may have other addresses there.
-        block_table, scale, softcap, window, sinks: as in `attend`.
+        block_table, scale, softcap, window, sinks: as in `attend`. Contiguous sinks in float32 are not copied.
     """
 
     def __init__(

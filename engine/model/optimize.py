@@ -25,7 +25,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -107,10 +107,18 @@ class _Parts:
     def __init__(self) -> None:
         self.products: dict[nn.Module, Packed | PackedMLP | PackedTogether] = {}
         self._norms: dict[nn.Module, cpu.NormWeight] = {}
+        self._sinks: dict[nn.Module, tuple[str, Tensor]] = {}  # the parameter's name, and its copy
 
     def norm(self, module: nn.Module) -> cpu.NormWeight:
         """A ValueError if it is no RMS norm, or computes more."""
         return self._norms.setdefault(module, norm_weight(module))
+
+    def sinks(self, attention: nn.Module, sinks: Tensor) -> Tensor:
+        """A copy in float32, as kernels read them; a ValueError if they are no parameter of the module."""
+        names = [name for name, parameter in attention.named_parameters(recurse=False) if parameter is sinks]
+        if not names:
+            raise ValueError(f"the sinks of {type(attention).__name__} are computed")
+        return self._sinks.setdefault(attention, (names[0], cpu.copied(sinks).float()))[1]
 
     @torch.inference_mode()
     def pack(self) -> None:
@@ -128,9 +136,16 @@ class _Parts:
                 f"a norm's weight is now {list(wrong[0].shape)} in {str(wrong[0].dtype).removeprefix('torch.')}; close "
                 "this LLM and make another one"
             )
+        sinks = [(before, cast(Tensor, getattr(module, name))) for module, (name, before) in self._sinks.items()]
+        for before, now in sinks:
+            if now.shape != before.shape:
+                raise ConfigError(
+                    f"an attention's sinks are now {list(now.shape)} and were {list(before.shape)}; close this LLM and "
+                    "make another one"
+                )
         for each in products:
             each.pack()
-        for before, now in norms:
+        for before, now in norms + sinks:
             before.copy_(now)
 
 
@@ -513,6 +528,8 @@ def _decoder_layer(
     attended = attention.get_submodule("o_proj").in_features
     if rest or attended != num_heads[0] * head_dim:
         raise ValueError(f"{qkv.product.out} elements are no heads of one size: {num_heads}")
+    if params.sinks is not None:
+        params = replace(params, sinks=parts.sinks(attention, params.sinks))
     project = projection(before, qkv.product, _head_norms(attention, parts) if norms else None, num_heads, head_dim)
     return DecoderLayer(layer, params, num_heads, head_dim, project, residual(output, after, gated))
 

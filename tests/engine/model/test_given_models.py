@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import VOCAB, make_model, random_model
 from vattn.engine import LLM, SamplingParams
+from vattn.engine.model.optimize import supported
 from vattn.errors import ConfigError
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -64,6 +68,53 @@ def test_weights_that_are_swapped_back(family: str) -> None:
             llm.reset_prefix_cache()
         assert _generate(llm) == expected
     assert all(torch.equal(first[name], kept[name]) for name in kept)
+
+
+class _AttentionWithSinks(Qwen2Attention):
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return super().forward(*args, **keywords, s_aux=self.sinks)
+
+
+def _model_with_sinks(family: str) -> PreTrainedModel:
+    if family == "granite_swa":
+        if not hasattr(transformers, "GraniteSWAConfig"):
+            pytest.skip("this release of transformers has no granite_swa")
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": VOCAB}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6}
+        tokens = {"bos_token_id": 1, "eos_token_id": None}
+        return random_model("GraniteSWAConfig", **sizes, **heads, **tokens).bfloat16()
+    model = _model(family)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = _AttentionWithSinks
+        layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    return model
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "granite_swa"])
+def test_sinks_that_change_count_after_a_reset(family: str, assign: bool) -> None:
+    """All layers of qwen2 are one native call; those of granite_swa are not."""
+    model, other = _model_with_sinks(family), _model_with_sinks(family)
+    with torch.no_grad():
+        for layer in other.model.layers:
+            layer.self_attn.sinks.add_(2)
+    with LLM(copy.deepcopy(other)) as llm:
+        expected = _generate(llm)
+    with LLM(model) as llm:
+        assert all(("forward" in vars(layer)) == supported(model) for layer in model.model.layers)
+        assert _generate(llm) != expected
+        model.load_state_dict(other.state_dict(), assign=assign)
+        llm.reset_prefix_cache()
+        assert _generate(llm) == expected
+
+
+def test_sinks_of_another_shape() -> None:
+    model = _model_with_sinks("qwen2")
+    attention = model.model.layers[0].self_attn
+    with LLM(model) as llm:
+        attention.sinks = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        with pytest.raises(ConfigError, match=r"an attention's sinks are now \[3\] and were \[4\]; close this"):
+            llm.reset_prefix_cache()
 
 
 def test_weights_that_become_others() -> None:
