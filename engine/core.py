@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -300,7 +300,9 @@ class EngineCore:
                 decode_tokens = plan.num_decode_tokens
                 if plan.entries:
                     before = [(entry.request, entry.request.last_token_time) for entry in plan.entries]
-                    self._compute(plan)
+                    decodes = plan.num_tokens == len(plan.entries)
+                    with self.threads.computing("decode" if decodes else "prefill", plan.num_tokens) as measuring:
+                        self._compute(plan, measuring)
                     since = [last for request, last in before if last is not None and last != request.last_token_time]
                     self.figures.stepped(start, time.monotonic(), since)
                 if self._swap is not None and 2 * decode_tokens < plan.num_tokens:
@@ -544,12 +546,15 @@ class EngineCore:
         """Whether the cache could hold each of them alone, as far as its operator allows now."""
         return all(self.kv.needed(request.num_tokens) <= self.kv.total() for request in requests)
 
-    def _compute(self, plan: StepPlan) -> None:
-        """Run a prepared plan; requests that got a token or failed have news."""
+    def _compute(self, plan: StepPlan, measuring: AbstractContextManager[None]) -> None:
+        """Run a prepared plan; requests that got a token or failed have news.
+
+        Args:
+            measuring: entered for what any step of so many tokens computes.
+        """
         forked: list[Request] = []
         try:
-            decodes = plan.num_tokens == len(plan.entries)
-            with self.threads.computing("decode" if decodes else "prefill", plan.num_tokens):
+            with measuring:
                 forward = self.runner.run(plan.entries)
                 if self.runner.launches:
                     self.kv.look_ahead()

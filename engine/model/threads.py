@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -326,18 +326,27 @@ class Threads:
         return seconds
 
     @contextmanager
-    def computing(self, phase: Phase, tokens: int) -> Iterator[None]:
-        """Within it, a step of so many tokens is computed by the chosen number of threads."""
+    def computing(self, phase: Phase, tokens: int) -> Iterator[AbstractContextManager[None]]:
+        """Within it, a step of so many tokens is computed by the chosen number of threads.
+
+        What it yields is entered for the part that is measured, which should depend on the number of tokens only. The
+        rest of the step belongs within it, too: GNU's OpenMP ends the threads that a computation with fewer of them
+        leaves out, and makes new ones for the next with more.
+        """
         tuner = self._tuners.get(phase)
         if tuner is None:
-            yield
+            yield nullcontext()
             return
         with _computing(tuner.next(tokens)):
-            start, cpu_start = time.perf_counter(), time.process_time()
-            yield
-            if tuner.took(time.perf_counter() - start, time.process_time() - cpu_start):
-                for other in self._tuners.values():
-                    other.follow(tuner)
+            yield self._measuring(tuner)
+
+    @contextmanager
+    def _measuring(self, tuner: Tuner) -> Iterator[None]:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        yield
+        if tuner.took(time.perf_counter() - start, time.process_time() - cpu_start):
+            for other in self._tuners.values():
+                other.follow(tuner)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.support.effort import covering, effort
 from tests.support.tiny_models import random_model
 from vattn import cores as machine_cores
 from vattn.cores import FreeCores, _quotas, thread_counts
-from vattn.engine import LLM, AsyncEngine, Counter, Histogram, SamplingParams
+from vattn.engine import LLM, AsyncEngine, BeamSearchParams, Counter, Histogram, SamplingParams
+from vattn.engine.beam_search import BeamGroup
+from vattn.engine.core import EngineCore
 from vattn.engine.model import threads as module
 from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.threads import Threads, Tuner
@@ -286,6 +289,39 @@ def test_a_given_number_computes_every_step_and_torchs_own_comes_back() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("count", [1, 3])
+def test_log_probabilities_and_beams_are_computed_by_a_steps_number(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Once what the step took is known: they depend on what requests ask for."""
+    seen: dict[str, set[int]] = {}
+    events: list[str] = []
+
+    def note(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noting(*args: Any, **keywords: Any) -> Any:
+            events.append(name)
+            seen.setdefault(name, set()).add(torch.get_num_threads())
+            return original(*args, **keywords)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(EngineCore, "_token_logprobs")
+    note(EngineCore, "_note_prompt_logprobs")
+    note(BeamGroup, "advance")
+    note(ModelRunner, "run")
+    note(Tuner, "took")
+    with LLM(make_model(), num_threads=count, memory_budget="1MiB", max_model_len=64) as llm:
+        params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=2)
+        llm.generate([5, 6, 7], params, use_tqdm=False)
+        llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=2, max_tokens=3))
+    assert all(seen[name] == {count} for name in ("_token_logprobs", "_note_prompt_logprobs", "advance"))
+    assert all(after == "took" for event, after in pairwise(events) if event == "run")
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_torchs_number_comes_back_if_a_step_fails() -> None:
     model = make_model()
 
@@ -388,7 +424,7 @@ def test_a_device_that_computes_by_itself_keeps_torchs_number(monkeypatch: pytes
     monkeypatch.setattr(module.torch, "set_num_threads", calls.append)
     threads = Threads("auto", on_cpu=False)
     threads.measure(lambda _: pytest.fail("a step"), {"decode": 1, "prefill": 1})
-    with threads.computing("decode", 4):
+    with threads.computing("decode", 4) as measuring, measuring:
         pass
     assert not calls
     assert threads.counts == {}
