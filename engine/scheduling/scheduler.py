@@ -271,7 +271,7 @@ class Scheduler:
         underway = _Underway(
             self.running if comes else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
-        held = 0  # requests at the head of the queue that wait: to fork the slot of one that computes their prompt,
+        held = 0  # requests at the head of the queue that wait: to fork the slot of another with their prompt,
         coming: list[tuple[PrefixSource, Request]] = []  # for their prefixes, which come from elsewhere,
         scored = 0  # or for other beams
         while held < len(self.waiting) and admit and budget and len(self.running) + held - scored < self.max_num_seqs:
@@ -286,6 +286,7 @@ class Scheduler:
                 continue
             if source := next((each for each in self.sources if not each.is_ready(request)), None):
                 coming.append((source, request))
+                underway.expect(request)
                 held += 1
                 continue
             if self._shares(request) and underway.computes_prefix(request):
@@ -525,7 +526,7 @@ class Scheduler:
 
 
 class _Underway:
-    """Prompts that running requests are computing, so that waiting ones can be compared with them.
+    """Prompts that are being computed or come from elsewhere, so that waiting requests can be compared with them.
 
     Args:
         running: running requests; `add` takes further ones.
@@ -547,8 +548,13 @@ class _Underway:
         if request.publishes and (head := self._head(request)) is not None:
             self._by_head.setdefault(head, []).append(request)
 
+    def expect(self, request: Request) -> None:
+        """Note a waiting request whose prefix comes from elsewhere: other completions of its prompt will be forked."""
+        if not request.output_token_ids:
+            self._leaders.add(request.parent_id)
+
     def leads(self, request: Request) -> bool:
-        """Whether a waiting request is another completion of a prompt that is being computed, and will be forked."""
+        """Whether a waiting request is another completion of a prompt that is underway, and will be forked."""
         return _may_be_fork(request) and request.parent_id in self._leaders
 
     def computes_prefix(self, request: Request) -> bool:

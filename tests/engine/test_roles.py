@@ -355,6 +355,26 @@ def test_others_go_on_while_a_prompt_is_computed(broker: brokers.Process, monkey
         assert remote(second).lost == 0
 
 
+def test_other_completions_wait_for_the_prompt_that_another_computes(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    with prefiller() as first, decoder(on_step=lambda record: computed.append(record.prefill_tokens)) as second:
+        gate = threading.Event()
+        step = first.core.step
+        monkeypatch.setattr(first.core, "step", lambda: gate.wait() and step())
+        computed.clear()
+        second.add_request("x", {"prompt_token_ids": PROMPT}, SamplingParams(n=2, temperature=1.0, max_tokens=4))
+        outputs = second.step()
+        gate.set()
+        assert outputs == []
+        while second.has_unfinished():
+            outputs += second.step()
+        second.check()
+        assert sum(computed) == len(PROMPT) - outputs[-1].num_cached_tokens < len(PROMPT)
+        assert (remote(second).handed, remote(second).lost) == (1, 0)
+
+
 def test_a_request_that_is_aborted_is_dropped(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
     with prefiller() as first, decoder() as second:
         gate = threading.Event()

@@ -450,6 +450,31 @@ def test_others_go_on_while_a_prefix_is_read(
     assert outputs["other"].outputs[0].token_ids == expected("llama", other, MAX_TOKENS)
 
 
+def test_other_completions_wait_with_the_one_whose_prefix_is_read(
+    path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fork its slot, so the prompt is computed by none of them."""
+    once(path, PROMPT)
+    monkeypatch.setattr(background, "PATIENCE", 600.0)
+    computed: list[int] = []
+    with make_llm(make_model("llama"), path, on_step=lambda record: computed.append(record.prefill_tokens)) as llm:
+        llm.add_request("other", PROMPT[::-1], SamplingParams(temperature=0, max_tokens=2 * MAX_TOKENS))
+        llm.add_request("x", PROMPT, SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=MAX_TOKENS))
+        for _ in range(3):
+            llm.step()
+        assert [request.request_id for request in llm.core.scheduler.running] == ["other"]
+        assert llm.core.stored is not None
+        assert len(llm.core.stored._fetches) == 1
+        gate.set()
+        outputs = {}
+        while llm.has_unfinished():
+            outputs |= {output.request_id: output for output in llm.step()}
+        assert not llm.core.stored._fetches
+        assert llm.core.stored.hit_tokens == outputs["x"].num_cached_tokens == whole(len(PROMPT) - 1)
+        llm.check()
+    assert sum(computed) == 2 * len(PROMPT) - whole(len(PROMPT) - 1)
+
+
 def test_a_disk_that_hangs_is_waited_for_once(
     path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
