@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
-from vattn.errors import ConfigError
-from vattn.prefix import TokenIds
+from vattn.errors import ConfigError, DriverError, OutOfPages
+from vattn.prefix import Admission, TokenIds
 
 from ..checks import checked_choice, checked_whole
 from ..kv.base import KVBackend
@@ -32,6 +33,8 @@ from ..roles.decoder import RemotePrefills
 from .drafts import NgramProposer
 from .stored import StoredPrefixes
 from .swap import SwapSpace
+
+logger = logging.getLogger(__name__)
 
 # An admission leaves room for this many more tokens of every running request; with less it would soon be preempted.
 HEADROOM_TOKENS = 64
@@ -449,9 +452,10 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         """Give a waiting request a slot, with what the cache has of its tokens."""
-        request.publishes = self._shares(request)
-        if request.publishes:
-            slot, cached = self.kv.admit(request.first_ids(request.num_tokens), request.cache_salt)
+        admission = self._admit(request) if self._shares(request) else None
+        request.publishes = admission is not None
+        if admission is not None:
+            slot, cached = admission
             if request.first_scheduled_time is None:
                 self.query_tokens += request.num_tokens
                 self.hit_tokens += cached
@@ -462,7 +466,17 @@ class Scheduler:
                 cached = self.remote.restore(request, slot, cached)
             request.admit(slot, cached)
         else:
+            for source in self.sources:
+                source.forget(request)
             request.admit(self.kv.allocate(request.num_tokens, request.saved.length if request.saved else 0))
+
+    def _admit(self, request: Request) -> Admission | None:
+        """A slot with a request's cached prefix; None if the prefix cannot be mapped, but it can still be computed."""
+        try:
+            return self.kv.admit(request.first_ids(request.num_tokens), request.cache_salt)
+        except (OutOfPages, DriverError) as error:
+            logger.warning("a cached prefix was not used: %s", error)
+            return None
 
     def _shares(self, request: Request) -> bool:
         """Whether a waiting request may use what others have computed, and they what it computes."""

@@ -15,6 +15,7 @@ from tests.support.tiny_models import FAMILIES, expected, make_model, make_promp
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.model import runner
 from vattn.engine.scheduling.scheduler import HEAD_TOKENS
+from vattn.errors import MappingLimit
 
 MAX_TOKENS = 10
 PREFIX = make_prompts([90], seed=5)[0]
@@ -205,6 +206,34 @@ def test_a_failed_forward_publishes_nothing(caching_kv: str, monkeypatch: pytest
         output = run(llm, [PREFIX])[0]
         assert output.num_cached_tokens == 0
         assert output.outputs[0].token_ids == want
+
+
+def test_a_prefix_that_cannot_be_mapped_is_computed(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = make_prompts([30], seed=6)[0]
+    want = [expected("llama", prompt, MAX_TOKENS) for prompt in (other, PREFIX)]
+    with make_llm("llama", caching_kv, max_num_seqs=4, max_model_len=200) as llm:
+        run(llm, [PREFIX])
+        sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        llm.add_request("other", other, sampling)
+        outputs = {output.request_id: output for output in llm.step()}
+        admit, refused = llm.core.kv.admit, []
+
+        def refuse_once(token_ids: Any, salt: bytes = b"") -> Any:
+            if not refused:
+                refused.append(salt)
+                raise MappingLimit("injected", missing_pages=1, missing_bytes=4096)
+            return admit(token_ids, salt)
+
+        monkeypatch.setattr(llm.core.kv, "admit", refuse_once)
+        llm.add_request("again", PREFIX, sampling)
+        while llm.has_unfinished():
+            outputs |= {output.request_id: output for output in llm.step()}
+            llm.check()
+        assert refused
+        assert tokens([outputs["other"], outputs["again"]]) == want
+        assert outputs["again"].num_cached_tokens == 0
+        assert run(llm, [PREFIX])[0].num_cached_tokens > 0
+        assert llm.core.kv.available() == llm.core.kv.total()
 
 
 # What is not finite

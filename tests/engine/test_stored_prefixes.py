@@ -520,7 +520,7 @@ def test_an_interrupted_call_leaves_nothing_that_was_read(path: Path) -> None:
         assert run(llm, PROMPT)[0].num_cached_tokens == whole(len(PROMPT) - 1)
 
 
-@pytest.mark.parametrize("call", ["prepare", "commit"])
+@pytest.mark.parametrize("call", ["admit", "prepare", "commit"])
 def test_a_restoration_that_fails_is_a_miss(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     once(path, PROMPT)
     with make_llm(make_model("llama"), path) as llm:
@@ -535,6 +535,8 @@ def test_a_restoration_that_fails_is_a_miss(path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(llm.core.kv, call, refuse)
         (output,) = run(llm, PROMPT)
         assert refused
+        assert llm.core.stored is not None
+        assert not llm.core.stored._fetches
     assert output.num_cached_tokens == 0
     assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
 
