@@ -274,7 +274,7 @@ class Scheduler:
         underway = _Underway(
             self.running if comes else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
-        held = 0  # requests at the head of the queue that wait: to fork the slot of another with their prompt,
+        held = 0  # requests at the head of the queue that wait: for another with their prompt or the start of it,
         coming: list[tuple[PrefixSource, Request]] = []  # for their prefixes, which come from elsewhere,
         scored = 0  # or for other beams
         while held < len(self.waiting) and admit and budget and len(self.running) + held - scored < self.max_num_seqs:
@@ -293,7 +293,8 @@ class Scheduler:
                 held += 1
                 continue
             if self._shares(request) and underway.computes_prefix(request):
-                break
+                held += 1
+                continue
             if room < 0 and self.running:
                 room += self.kv.borrow(-room, self._following(held, budget)) if self._lent else 0
                 if room < 0:

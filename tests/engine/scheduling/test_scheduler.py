@@ -133,6 +133,28 @@ def test_a_long_prompt_leaves_room_for_others_if_there_are_any() -> None:
     ]
 
 
+def test_who_waits_for_the_start_of_a_long_prompt_holds_nobody_back() -> None:
+    """It keeps its place, and computes nothing that the other one has computed."""
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=60)
+    scheduler.prefix_caching, scheduler.long_prefill = True, 40
+    for name, prompt in (("long", 100), ("same", 100), ("a", 3), ("b", 3)):
+        scheduler.add(make(name, prompt))
+    plans = []
+    for _ in range(5):
+        plan = scheduler.schedule()
+        plans.append(shown(plan))
+        run(scheduler, plan)
+        for request in scheduler.running:
+            scheduler.publish(request)
+    assert plans == [
+        [("long", 0, 40), ("a", 0, 3)],
+        [("a", 3, 4), ("long", 40, 80)],
+        [("a", 4, 5), ("long", 80, 100)],
+        [("long", 100, 101), ("a", 5, 6), ("same", 96, 100)],
+        [("long", 101, 102), ("same", 100, 101), ("b", 0, 3)],
+    ]
+
+
 def test_decodes_get_their_token_beside_a_long_prefill() -> None:
     scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=4)
     scheduler.add(make("a", 2, max_tokens=9))
