@@ -370,6 +370,7 @@ class EngineCore:
         with self._mending(_QUEUES):
             if reset_running_requests:
                 self._preempt_all()
+            self.scheduler.drop_copies()
             self.kv.evict_prefixes()
             if not self.loaded.is_ours:  # its weights may be others now
                 self.kv.stop_sharing()

@@ -376,6 +376,10 @@ class Scheduler:
         """Preempt every running request, and drop all copies of caches: each request will be computed again."""
         while self.running:
             self.preempt_last()
+        self.drop_copies()
+
+    def drop_copies(self) -> None:
+        """Drop all copies of caches: waiting requests will be computed again."""
         for request in self.waiting:
             self._drop_copy(request)
 

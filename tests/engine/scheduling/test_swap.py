@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -119,3 +121,29 @@ def test_copies_of_what_a_failed_request_published_are_dropped() -> None:
         assert scheduler.swap is not None
         assert scheduler.swap.used_bytes == 0
         llm.check()
+
+
+def test_copies_are_forgotten_with_the_prefix_cache() -> None:
+    """They are of weights that may have changed since."""
+    model = copy.deepcopy(make_model("llama"))
+    prompt = [3, 7, 11] * 10
+    with LLM(model, max_num_seqs=2, max_model_len=128, preemption_mode="swap", block_size=16) as llm:
+        scheduler = llm.core.scheduler
+        llm.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        for _ in range(4):
+            llm.step()
+        request = scheduler.preempt_last()
+        assert request.saved is not None
+        before = request.output_token_ids.copy()
+        with torch.no_grad():
+            model.model.layers[0].self_attn.v_proj.weight.mul_(-3)
+        assert llm.reset_prefix_cache() is True
+        assert scheduler.swap is not None
+        assert scheduler.swap.used_bytes == 0
+        llm.check()
+        while llm.has_unfinished():
+            llm.step()
+        llm.reset_prefix_cache()
+        params = SamplingParams(temperature=0, max_tokens=20 - len(before), ignore_eos=True)
+        (anew,) = llm.generate([prompt + before], params, use_tqdm=False)
+        assert request.output_token_ids == before + anew.outputs[0].token_ids
