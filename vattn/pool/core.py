@@ -153,6 +153,11 @@ class Core(Calls):
         """Pages that tenants hold but no request uses, and that `reclaim` can give."""
         return sum(tenant.spare_pages for tenant in self._tenants)
 
+    @property
+    def cached_pages(self) -> int:
+        """Pages of cached blocks that no request uses."""
+        return sum([tenant.cached_pages for tenant in self._tenants])
+
     def spare_beside(self, tenant: Tenant) -> int:
         """Pages that the other tenants hold but no request uses, and that `reclaim` can give."""
         return sum([each.spare_pages for each in self._tenants if each is not tenant]) if self.tenants > 1 else 0
@@ -186,7 +191,7 @@ class Core(Calls):
         except OutOfPages as error:
             if error.__cause__ is None:
                 raise
-            spare = sum([tenant.parked_pages + tenant.cached_pages for tenant in self._tenants])
+            spare = sum([tenant.parked_pages for tenant in self._tenants]) + self.cached_pages
             if not spare + leftovers.unstock():
                 raise
             if spare:

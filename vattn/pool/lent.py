@@ -22,7 +22,7 @@ from vattn.broker.borrower import Borrower, Loan, Usage
 from vattn.drivers.failure import failure
 from vattn.drivers.host import HostDevice
 from vattn.errors import ConfigError, VattnError
-from vattn.pool.core import MOST_PAGES, Core
+from vattn.pool.core import MOST_PAGES, Core, Tenant
 from vattn.pool.journal import Change
 from vattn.pool.shares import Shares
 from vattn.pool.worker import Worker
@@ -160,6 +160,21 @@ class LentCore(Core):
         return self.fingerprint is not None and self.shares is None
 
     @property
+    def spare_pages(self) -> int:
+        return super().spare_pages + (0 if self.shares is None else self.shares.spare_pages)
+
+    @property
+    def cached_pages(self) -> int:
+        return super().cached_pages + (0 if self.shares is None else self.shares.left_pages)
+
+    def spare_beside(self, tenant: Tenant) -> int:
+        return super().spare_beside(tenant) + (0 if self.shares is None else self.shares.spare_pages)
+
+    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
+        freed = 0 if self.shares is None else self.shares.reclaim(change, pages)
+        return freed + super().reclaim(change, pages - freed, wait=wait)
+
+    @property
     def shortage(self) -> str:
         if (trouble := self.borrower.trouble) or self.most_pages == self.total_pages:
             return trouble
@@ -244,10 +259,10 @@ class LentCore(Core):
 
     def tend(self) -> bool:
         sharing = None if self._sharing is None else self._sharing()
-        if sharing is None or self.shares is None or not self.usable or self.inherited:
+        if self.shares is None or not self.usable or self.inherited:
             return False
         due = time.monotonic() - self._tended >= _TENDED
-        if not (due or self._met or sharing.waits):
+        if not (due or self._met or (sharing is not None and sharing.waits)):
             return False
         if not self.lock.acquire(timeout=_LOCK):
             return True
@@ -258,11 +273,27 @@ class LentCore(Core):
                 self.shares.meet(*self._met.popleft())
             if due:
                 self._tended = time.monotonic()
+            if self.shares.alone:
+                if due:
+                    self._tend_alone(self.shares)
+                return False
+            if sharing is None:
+                return False
+            if due:
                 sharing.tend()
             sharing.publish()
             return sharing.waits
         finally:
             self.lock.release()
+
+    def _tend_alone(self, shares: Shares) -> None:
+        """`Sharing.tend` once the cache is gone."""
+        if shares.lingers:
+            with contextlib.suppress(VattnError):  # a driver that fails, say: another time
+                self.execute(shares.give_up_withdrawn)
+        if self.mapper.passed(self.mapper.last) and not self.mapper.failed:
+            shares.release_all_but({})
+        shares.forget_ended()
 
     # For the borrower's thread
 
@@ -272,8 +303,11 @@ class LentCore(Core):
         try:
             size, tenants = self.page_size, list(self._tenants)
             parked = sum(tenant.parked_pages for tenant in tenants) * size
-            cached = sum(tenant.cached_pages for tenant in tenants) * size
-            uses = [use for tenant in tenants if (use := tenant.oldest_use) is not None]
+            cached = self.cached_pages * size
+            oldest = [tenant.oldest_use for tenant in tenants]
+            if self.shares is not None:
+                oldest.append(self.shares.oldest_use)
+            uses = [use for use in oldest if use is not None]
             owned = max(0, self.taken_pages * size - parked - cached)
             shared = 0 if self.shares is None else self.shares.foreign_pages * size
             self._usage = Usage(owned, parked, cached, min(uses, default=None), shared)
@@ -306,6 +340,9 @@ class LentCore(Core):
 
     def _give_back(self, pages: int, stage: str) -> None:
         def plan(change: Change) -> None:
+            over = self.taken_pages - pages
+            if self.shares is not None and stage in ("cached", "all") and over > 0:
+                self.shares.reclaim(change, over)
             for tenant in self._tenants:
                 over = self.taken_pages - pages
                 if stage != "free" and over > 0:

@@ -13,6 +13,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vattn import _native
 from vattn.broker.directory import Directory, NoDirectory, OwnDirectory, Shape
@@ -76,6 +77,18 @@ class Foreign:
         )
 
 
+class Left(NamedTuple):
+    """A published block whose cache is gone.
+
+    Attributes:
+        pages: its pages, per kind of tensor.
+        last_use: when a request here last used it, in nanoseconds of the monotonic clock.
+    """
+
+    pages: tuple[_native.Pages, ...]
+    last_use: int
+
+
 class Shares:
     """The files; used under the pool's lock.
 
@@ -86,7 +99,9 @@ class Shares:
     Attributes:
         directory: of this process.
         peers: the other processes.
-        left: pages of published blocks whose cache is gone: they stay in the file when the pool ends.
+        left: published blocks whose cache is gone, by the numbers of their entries, in order of eviction: others find
+            them until their memory is needed, and they stay in the file when the pool ends.
+        alone: whether the cache is gone.
     """
 
     def __init__(self, native: _native.PagePool, shape: Shape, columns: Columns) -> None:
@@ -94,9 +109,10 @@ class Shares:
         self._columns = columns
         self.directory = OwnDirectory.make(shape)
         self.peers: list[Peer] = []
-        self.left: list[_native.Pages] = []
+        self.left: dict[int, Left] = {}
+        self.alone = False
         self._lingering: dict[int, tuple[_native.Pages, ...]] = {}
-        self._returned: list[_native.Pages] = []
+        self._returned: set[_native.Pages] = set()
         self._fetched: set[Foreign] = set()
 
     # Blocks of this process
@@ -123,11 +139,49 @@ class Shares:
         """Plans to give up what was withdrawn and is not mapped any more."""
         for number, pages in list(self._lingering.items()):
             if self.directory.remove(number):
-                self._returned += pages  # which are given up by a later call if this one fails
+                self._returned.update(pages)
                 del self._lingering[number]
-        for each in self._returned:
-            self._native.let_go(change.transaction, each)
-        change.splice(self._returned, 0)
+        self._give_up_returned(change)
+
+    def _give_up_returned(self, change: Change) -> None:
+        """Plans to give up the pages of removed entries; a later call does if this one fails."""
+        for pages in [*self._returned]:
+            self._native.let_go(change.transaction, pages)
+            change.on_revert(self._returned.add, pages)
+            self._returned.discard(pages)
+
+    def reclaim(self, change: Change, pages: int) -> int:
+        """Plans to free up to `pages` pages, or a few more, of blocks in `left` that nobody has mapped; returns how
+        many become free.
+        """
+        before = self._native.counts().taken
+        self._give_up_returned(change)
+        for number, block in [*self.left.items()]:
+            if before - self._native.counts().taken >= pages:
+                break
+            if self.directory.remove(number):
+                self._returned.update(block.pages)
+                del self.left[number]
+                self._give_up_returned(change)
+        freed: int = before - self._native.counts().taken
+        return freed
+
+    @property
+    def left_pages(self) -> int:
+        """Pages of the blocks in `left`."""
+        return self.directory.shape.block_pages * len(self.left)
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that `reclaim` can give."""
+        if not self.left:
+            return 0
+        return self.directory.shape.block_pages * len(self.left.keys() - self.directory.pinned())
+
+    @property
+    def oldest_use(self) -> int | None:
+        """When the block that `reclaim` would take next was last used."""
+        return next((block.last_use for block in self.left.values()), None)
 
     @property
     def lingers(self) -> bool:
@@ -137,8 +191,9 @@ class Shares:
     @property
     def held(self) -> list[_native.Pages]:
         """The pages that are held here, and by no cache."""
+        left = (each for block in self.left.values() for each in block.pages)
         lingering = (each for pages in self._lingering.values() for each in pages)
-        return [*self.left, *self._returned, *lingering]
+        return [*left, *self._returned, *lingering]
 
     # Blocks of others
 

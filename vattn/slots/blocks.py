@@ -32,7 +32,7 @@ from vattn import _native
 from vattn.errors import TokenMismatch
 from vattn.layout import Band
 from vattn.pool.journal import Change
-from vattn.pool.shares import Foreign, Shares
+from vattn.pool.shares import Foreign, Left, Shares
 from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 
 
@@ -333,14 +333,16 @@ class SharedBlocks:
         self._let_go(change, block)
 
     def forget(self, change: Change) -> None:
-        """Plans to give up every page that only the index holds, but for those that other processes may map; counts
-        are invalid afterwards.
+        """Plans to give up every page that only the index holds, and to leave those that other processes may map to
+        the pool; counts are invalid afterwards.
         """
-        for block in list(self.index):
+        if self.shares is not None:
+            change.set(self.shares, "alone", True)
+        for block in sorted(self.index, key=lambda block: (block.last_use, -block.depth)):
             change.on_revert(self._restore, block)
             self.index.take_out(block)
             if block.entry is not None and self.shares is not None:
-                change.splice(self.shares.left, len(self.shares.left), block.pages)
+                change.put(self.shares.left, block.entry, Left(block.pages, block.last_use))
             else:
                 self._let_go(change, block)
 

@@ -23,6 +23,7 @@ from tests.support.effort import effort
 from tests.support.waiting import wait_until
 from vattn.broker.directory import Directory, OwnDirectory
 from vattn.pool import shares as shares_module
+from vattn.pool.journal import Change
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Shares
 from vattn.prefix import block_keys, root_key
@@ -52,8 +53,9 @@ class Engine:
         )
         shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": torch.float32, "layout": "layer"}
         sizes = {"max_batch_size": 8, "max_context_len": PAGES * BLOCK}
+        self.config = vattn.KVConfig(**{**shape, **sizes, **options})
         try:
-            self.kv = vattn.KVCache(vattn.KVConfig(**{**shape, **sizes, **options}), pool=self.pool)
+            self.kv = vattn.KVCache(self.config, pool=self.pool)
         except BaseException:
             self.pool.close()
             raise
@@ -527,6 +529,103 @@ def test_what_was_published_outlives_its_process(broker: brokers.Process, how: s
         restarted.kv.step({big: (PAGES - 20) // 2 * BLOCK})
         assert broker.ask("top")["kept"] < 40 * PAGE
         assert broker.problems() == []
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_what_a_cache_published_is_memory_that_its_pool_gets_back(broker: brokers.Process, how: str) -> None:
+    """Until it is needed others find it, and what they have mapped stays as it is."""
+    with engines("a", "b") as (a, b):
+        a.kv.free_reqid(a.publish(PROMPT))
+        b.meets()
+        if how == "closed":
+            a.kv.close()
+        a.kv = vattn.KVCache(a.config, pool=a.pool)
+        slot, cached = b.compute([*PROMPT[: 10 * BLOCK], 1])
+        assert cached == 10 * BLOCK
+        wait_until(lambda: (broker.borrower("a") or {})["cached"] == 40 * PAGE)
+        big = a.kv.alloc_reqid()
+        with pytest.raises(vattn.OutOfPages):
+            a.kv.step({big: (PAGES - 20) // 2 * BLOCK})
+        assert b.says(slot, PROMPT[: 10 * BLOCK])
+        a.kv.check()
+        assert sum(1 for _ in a.shares.directory.entries()) == 10
+        b.kv.free_reqid(slot)
+        wait_until(lambda: not b.shares.foreign_pages)
+        b.kv.trim()
+        a.kv.step({big: (PAGES - 20) // 2 * BLOCK})
+        a.kv.check()
+        assert a.kv.stats().mapped_pages == PAGES - 20
+        assert broker.problems() == []
+
+
+def test_what_a_cache_published_is_given_back_to_the_broker(broker: brokers.Process) -> None:
+    with Engine("a") as a:
+        a.kv.free_reqid(a.publish(PROMPT))
+        a.kv.close()
+        assert isinstance(a.pool._core, LentCore)
+        usage = a.pool._core.usage(wait=True)
+        assert (usage.owned, usage.parked, usage.cached) == (0, 0, 40 * PAGE)
+        assert usage.oldest is not None
+        broker.ask("reclaim", name="a", stage="parked")
+        assert a.pool._core.taken_pages == 40
+        broker.ask("reclaim", name="a", stage="cached")
+        wait_until(lambda: not a.shares.held)
+        assert a.pool._core.taken_pages == 0
+        assert broker.problems() == []
+
+
+def test_a_reclaim_that_fails_gives_up_nothing_twice(broker: brokers.Process) -> None:
+    with Engine("a") as a:
+        a.kv.free_reqid(a.publish(PROMPT))
+        a.kv.close()
+        core = a.pool._core
+        freed = []
+
+        def fails(change: Change) -> None:
+            freed.append(core.reclaim(change, 10, wait=False))
+            raise vattn.VattnError
+
+        with pytest.raises(vattn.VattnError):
+            core.execute(fails)
+        assert core.taken_pages == 40
+        assert len(a.shares.held) == 20  # one a block
+        core.execute(lambda change: freed.append(core.reclaim(change, 20, wait=False)))
+        assert freed == [10, 20]
+        assert core.taken_pages == 20
+        assert len(a.shares.held) == 10
+        core.native.check()
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_cache_that_is_gone_has_nothing_of_others(broker: brokers.Process, how: str) -> None:
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        b.compute([*PROMPT, 1])
+        assert len(a.shares.directory.pinned()) == 20
+        if how == "closed":
+            b.kv.close()
+        else:
+            del b.kv
+        wait_until(lambda: not a.shares.directory.pinned())
+        assert b.shares.foreign_pages == 0
+        b.kv = vattn.KVCache(b.config, pool=b.pool)
+        assert b.compute([*PROMPT, 1])[1] == 0
+        b.kv.check()
+
+
+def test_a_pool_whose_cache_is_gone_keeps_nothing_of_those_it_meets(broker: brokers.Process) -> None:
+    with Engine("b") as b:
+        b.kv.close()
+        before = _memories()
+        for _ in range(3):
+            with Engine("a") as a:
+                a.meets()
+                b.meets()
+            wait_until(lambda: not b.shares.peers)
+        assert isinstance(b.pool._core, LentCore)
+        assert not b.pool._core._met
+        assert _memories() == before
 
 
 def test_readers_keep_what_they_have_when_broker_and_owner_are_killed(broker: brokers.Process) -> None:
