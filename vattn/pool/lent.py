@@ -127,6 +127,7 @@ class LentCore(Core):
         self.fingerprint = fingerprint
         self.shares: Shares | None = None
         self._sharing: weakref.ref[Sharing] | None = None
+        self._stop_sharing: weakref.finalize[..., LentCore] | None = None
         self._met: deque[tuple[int, int]] = deque()
         self._tended = 0.0
         self._usage = Usage()  # as it was last known
@@ -214,28 +215,27 @@ class LentCore(Core):
     def shut(self) -> None:
         super().shut()
         shares, self.shares = self.shares, None
-        if shares is not None:
-            shares.close()
+        if self._stop_sharing is not None:
+            self._stop_sharing()
         self._forget()
         self.borrower.close()
         if shares is not None:
             shares.directory.close()
-        self._drop_met()
+        _close_all(self._met)
 
     def refuse_in_child(self) -> None:
         super().refuse_in_child()
-        self._drop_met()
-
-    def _drop_met(self) -> None:
-        while self._met:
-            for descriptor in self._met.popleft():
-                os.close(descriptor)
+        if self._stop_sharing is not None:
+            self._stop_sharing.detach()
+        _close_all(self._met)
 
     # Prefixes that processes share
 
     def share(self, shares: Shares, sharing: Sharing) -> None:
         """Has others find what a cache publishes, and the cache what they do."""
         self.shares, self._sharing = shares, weakref.ref(sharing)
+        self._stop_sharing = weakref.finalize(self, _stop_sharing, self.worker.finalizer, shares, self._met)
+        self._stop_sharing.atexit = False
         self.borrower.share(self, shares.directory)
 
     @property
@@ -362,3 +362,16 @@ class LentCore(Core):
     def _look_ahead(self) -> None:
         if (wanted := self._wanted()) > self.native.limit:
             self.borrower.request(wanted * self.page_size)
+
+
+def _stop_sharing(stop: Callable[[], object], shares: Shares, met: deque[tuple[int, int]]) -> None:
+    """Gives up what a pool has of others, and leaves them what it has published; for one that is dropped, too."""
+    stop()
+    shares.close()
+    _close_all(met)
+
+
+def _close_all(met: deque[tuple[int, int]]) -> None:
+    while met:
+        for descriptor in met.popleft():
+            os.close(descriptor)

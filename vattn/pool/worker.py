@@ -26,6 +26,7 @@ class Worker:
         native: the books of the pages.
         mapper: the thread, and its log.
         failures: transactions that failed in a driver call.
+        finalizer: what `stop` does, for a worker that is dropped.
     """
 
     def __init__(self, driver: MemoryDriver, page_size: int, pages: int, *, zero_on_free: bool) -> None:
@@ -36,8 +37,8 @@ class Worker:
         # For transactions that may still fail, by ticket: how to revert them in the Python books.
         self._undo: dict[int, list[Undo]] = {}
         self._wanted = 0
-        self._finalizer = weakref.finalize(self, _stop, self.mapper, self.native)
-        self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
+        self.finalizer = weakref.finalize(self, _stop, self.mapper, self.native)
+        self.finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
 
     def submit(self, change: Change) -> None:
         """Hands over what a change has decided, which is final with that unless the transaction fails."""
@@ -75,13 +76,13 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the thread and gives the memory of free pages back. Idempotent, and goes on if it was interrupted."""
-        if self._finalizer.alive:
+        if self.finalizer.alive:
             _stop(self.mapper, self.native)
-            self._finalizer.detach()
+            self.finalizer.detach()
 
     def detach(self) -> None:
         """Leaves the thread to another process, of which this one is a fork."""
-        self._finalizer.detach()
+        self.finalizer.detach()
 
     # Errors
 

@@ -169,4 +169,4 @@ def kept_for_good() -> None:
 
 @mutation(None, "a pool whose closing was interrupted keeps its thread", "interrupts")
 def stopped_once() -> None:
-    worker.Worker.stop = lambda self: self._finalizer()  # type: ignore[method-assign]
+    worker.Worker.stop = lambda self: self.finalizer()  # type: ignore[method-assign]

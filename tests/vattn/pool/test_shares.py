@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import random
 import re
@@ -801,6 +802,26 @@ def test_nothing_stays_open(broker: brokers.Process) -> None:
             b.meets()
             assert b.compute([turn, *PROMPT[1:], 1])[1] == len(PROMPT)
     assert _memories() == before
+
+
+def test_a_pool_that_is_dropped_keeps_nothing_open(broker: brokers.Process) -> None:
+    """Nor does it have anything pinned; what it has published stays in the broker's pool."""
+    before = _memories()
+    with publisher():
+        for turn in range(3):
+            a = Engine("a")
+            a.meets()
+            slot, cached = a.compute([*PROMPT, *range(turn, turn + 2 * BLOCK)])
+            assert cached == len(PROMPT)
+            wait_until(lambda a=a: sum(1 for _ in a.shares.directory.entries()) == 2)
+            if turn:
+                a.kv.free_reqid(slot)
+                a.kv.close()
+            del a
+            gc.collect()
+            wait_until(lambda: _memories() <= before)
+            wait_until(lambda turn=turn: broker.ask("top")["kept"] == (turn + 1) * 4 * PAGE)
+        assert broker.problems() == []
 
 
 def _memories() -> int:
