@@ -26,6 +26,8 @@ PATIENCE = 1.0
 # Blocks that the kernel is told of before they are read.
 _ANNOUNCED = 4
 _MOST_KNOWN = 2**20
+# Prefixes that wait for it to be noted that they were used.
+_MOST_USES = 256
 
 
 class Trouble:
@@ -140,6 +142,8 @@ class WriteBehind:
         """
         with self._changed:  # for `miss`
             self.learn([write.block.key for write in writes])
+            if not writes:
+                self._bound_uses()
             self._add(_Job(prefix=tuple(prefix), writes=tuple(writes)))
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -168,6 +172,14 @@ class WriteBehind:
             self._jobs.append(job)
             self._waiting_bytes += sum(write.num_bytes for write in job.writes)
             self._changed.notify_all()
+
+    def _bound_uses(self) -> None:
+        """Forgets the prefix that has waited longest, if many wait that have nothing to be written."""
+        if len(self._jobs) > _MOST_USES:
+            # Without the first job, which the thread may be doing.
+            uses = [at for at, job in enumerate(self._jobs) if at and not job.writes and not job.removed]
+            if len(uses) >= _MOST_USES:
+                del self._jobs[uses[0]]
 
     def _run(self) -> None:
         while True:

@@ -41,6 +41,8 @@ _BOOKS = struct.Struct("<Q")
 # Of the quota: evicted beyond what is missing, so that not every block needs a search.
 _SLACK = 1 / 16
 _SKEW_NS = 3600 * 10**9  # by which clocks may differ
+_PATIENCE = 30.0  # seconds for other processes to unlock a folder; counting many files takes some
+_GLANCES = 0.001  # seconds between looks at whether they have
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait
 
 
@@ -68,7 +70,8 @@ class Entry:
 class PrefixStore:
     """Blocks in a folder. Any number of processes of one user may use it at once, each by as many threads as it likes.
 
-    A call raises an OSError if the disk does not do its part; the store is then as it was. Nothing has to be closed.
+    A call raises an OSError if the disk does not do its part, or another process keeps the folder locked; the store is
+    then as it was. Nothing has to be closed.
 
     Args:
         folder: made if it is not there, for its owner alone.
@@ -229,7 +232,7 @@ class PrefixStore:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self._mutex:
-            fcntl.flock(self._books, fcntl.LOCK_EX)
+            self._lock_books()
             try:
                 if not self._has_books():
                     self._replace_books()
@@ -256,8 +259,21 @@ class PrefixStore:
             fresh = self._open_books()
             os.dup2(fresh, self._books, inheritable=False)
             os.close(fresh)
-            fcntl.flock(self._books, fcntl.LOCK_EX)
+            self._lock_books()
         self._count()
+
+    def _lock_books(self) -> None:
+        """Raises TimeoutError if another process, stopped say, does not unlock them."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return fcntl.flock(self._books, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"another process has kept {self.path / _LOCK} locked for {_PATIENCE:.0f} s: it may be stopped"
+                    ) from None
+            time.sleep(_GLANCES)
 
     @property
     def _quota(self) -> int:

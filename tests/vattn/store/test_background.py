@@ -99,6 +99,27 @@ def test_a_writer_that_falls_behind_drops_what_has_no_room(store: Gated, writer:
     assert len(store.entries()) == 3
 
 
+def test_a_writer_that_is_held_up_notes_the_last_uses(
+    store: Gated, writer: WriteBehind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = list[bytes]()
+    monkeypatch.setattr(store, "use", lambda prefix, **_: used.extend(prefix) or len(prefix))
+    store.gate.clear()
+    put(writer, 0)
+    keys = [block(number).key for number in range(1, 1000)]
+    for key in keys:
+        writer.put([key], [])
+    put(writer, 1)
+    writer.remove([block(5).key])
+    writer.put(keys[:1], [])
+    assert len(writer._jobs) == background._MOST_USES + 3
+    store.gate.set()
+    writer.flush()
+    first = len(keys) - background._MOST_USES + 1
+    assert used == [block(0).key, *keys[first:], block(0).key, block(1).key, keys[0]]
+    assert len(store.entries()) == 2
+
+
 def test_closing_writes_what_waits(store: Gated, writer: WriteBehind) -> None:
     store.gate.clear()
     put(writer, 0, 1)

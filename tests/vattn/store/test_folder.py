@@ -379,6 +379,37 @@ def test_wrong_books_are_put_right(tmp_path: Path, books: bytes) -> None:
     assert store.bytes == 2 * SIZE
 
 
+def test_a_lock_that_another_process_keeps_is_not_waited_for_for_ever(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(block(1), PARTS)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(store.path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        monkeypatch.setattr(folder, "_PATIENCE", 0.1)
+        with pytest.raises(ConfigError, match="cannot be used: another process has kept"):
+            PrefixStore(store.path)
+        with pytest.raises(TimeoutError):
+            store.put(block(2), PARTS)
+        assert contents(store, block(1)) == PARTS
+        monkeypatch.undo()
+        holder.communicate()
+    assert store.put(block(2), PARTS)
+    assert len(PrefixStore(store.path).entries()) == 2
+
+
+_HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1])
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.parametrize("call", ["put", "remove", "trim"])
 def test_the_books_change_under_the_lock_of_all_processes(
     store: PrefixStore, monkeypatch: pytest.MonkeyPatch, call: str
