@@ -32,6 +32,7 @@ from vattn.units import format_bytes
 
 _MOST_BORROWERS = 128  # whose answer to `top` fits into a message
 _MOST_CONNECTIONS = _MOST_BORROWERS + 32  # with those of `vattn pool`
+_MOST_PROBLEMS, _MOST_LENGTH = 200, 200  # lines of the answer to `check`, and characters of each
 _MOST_KEPT = 64  # processes that have ended of which more is kept than what others have mapped
 _MOST_DESCRIPTORS = 2  # that no message has claimed
 _MOST_UNSENT = 2**20  # bytes for a peer that does not read
@@ -325,7 +326,11 @@ class Broker:
             self._refuse(peer, str(error))
 
     def _send(self, peer: _Peer, kind: str, **fields: object) -> None:
-        peer.unsent += encode(kind, **fields)
+        try:
+            peer.unsent += encode(kind, **fields)
+        except WireError as error:  # which is not the peer's
+            self._refuse(peer, f"the broker's answer cannot be sent: {error}")
+            return
         self._flush(peer)
         if peer in self._peers and len(peer.unsent) > _MOST_UNSENT:
             self._drop(peer, "it does not read")
@@ -632,7 +637,7 @@ class Broker:
         kind, now = message["kind"], time.monotonic()
         try:
             if kind == "check":
-                return {"problems": self.check()}
+                return {"problems": _shortened(self.check())}
             if kind == "limit":
                 self.books.limit(self._named(message["name"])[0], message["at_least"], message["at_most"])
             if kind == "reclaim":
@@ -707,6 +712,13 @@ class Broker:
                 del self._untold[borrower.account]
                 if borrower.peer is not None:
                     self._send(borrower.peer, "lease", **self.books.message(borrower.account))
+
+
+def _shortened(problems: list[str]) -> list[str]:
+    """As much of these as fits into a message."""
+    shown = [problem[:_MOST_LENGTH] for problem in problems[:_MOST_PROBLEMS]]
+    more = len(problems) - len(shown)
+    return [*shown, f"{more} more"] if more else shown
 
 
 def _memories() -> set[int]:

@@ -502,6 +502,24 @@ def test_the_answer_of_a_full_broker_is_a_message(broker: Broker) -> None:
         broker.books.accounts = before
 
 
+def test_the_answer_to_a_check_that_finds_much_is_a_message(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(broker)
+    with monkeypatch.context() as patch:
+        patch.setattr(broker, "check", lambda: [f"problem {number} {'x' * 300}" for number in range(5000)])
+        (answer,) = peer.say(encode("check"))
+        problems = answer["result"]["problems"]
+        assert len(problems) == 201
+        assert problems[199].startswith("problem 199 x")
+        assert problems[200] == "4800 more"
+        assert peer.say(encode("top"))[0]["kind"] == "answer"
+        patch.setattr(server, "_MOST_PROBLEMS", 5000)
+        refused, closed = [*peer.say(encode("check")), *peer.hear()]
+    assert refused["kind"] == "refused"
+    assert "the broker's answer cannot be sent: a message of " in refused["why"]
+    assert not closed
+    peer.close()
+
+
 def test_a_pool_has_no_more_borrowers_than_top_can_show(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that ends does not end what its process has borrowed."""
     monkeypatch.setattr(server, "_MOST_BORROWERS", 3)
