@@ -126,6 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stall.cancel()
 
     def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
         self._expect_request()
         self._unread_bytes = 0
         super().on_message_begin()
@@ -157,6 +158,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_none()
         self._pass_body_on()
         super().on_message_complete()
+        # uvicorn's time for the next request began with the answer, and ended when the rest of this one came.
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -69,6 +69,10 @@ def connect() -> tuple[Any, Transport, Timers]:
     connection.flow = SimpleNamespace(
         pause_writing=lambda: None, resume_writing=lambda: None, resume_reading=lambda: None
     )
+    connection.parser = SimpleNamespace(should_upgrade=lambda: False)
+    connection.headers, connection._body = [], []
+    connection.app_state, connection.root_path = {}, ""
+    connection.server = connection.client = connection.scheme = connection.asgi_version = None
     connection.server_state = SimpleNamespace(total_requests=0)
     connection.timeout_keep_alive, connection.timeout_keep_alive_task = 1000.0, None
     connection.receive_timeout = 1.0
@@ -158,3 +162,21 @@ def test_an_answer_to_half_a_request_gives_no_time_for_the_rest() -> None:
     connection.on_response_complete()
     timers.until(4)
     assert transport.closed == [1]
+
+
+@pytest.mark.parametrize("next_one", [False, True])
+def test_an_answered_request_that_becomes_whole_leaves_an_idle_connection(next_one: bool) -> None:
+    """It stays open for the keep-alive timeout, unless the next request begins with the same bytes."""
+    connection, transport, timers = connect()
+    connection.timeout_keep_alive = 0.5
+    connection._expect_request()
+    (cycle,) = ask(connection)
+    cycle.more_body, cycle.response_complete = True, True
+    connection.on_response_complete()
+    connection._unset_keepalive_if_required()  # the rest of the body comes
+    timers.until(0.25)
+    connection.on_message_complete()
+    if next_one:
+        connection.on_message_begin()
+    timers.until(4)
+    assert transport.closed == [1.25 if next_one else 0.75]

@@ -264,6 +264,43 @@ def test_a_slow_client_loses_its_connection(impatient: Server, start: bytes, pie
     wait_until_idle(impatient)
 
 
+@pytest.fixture
+def brief() -> Iterator[Server]:
+    """Little time for all that a client may wait with."""
+    with running(receive_timeout=1, keep_alive_timeout=1, api_key=["secret"], admin_endpoints=True) as started:
+        yield started
+
+
+def test_a_refused_request_whose_rest_comes_late(brief: Server) -> None:
+    """Its connection idles once it is whole; a request that comes with the rest gets its answer, however slow."""
+    url = httpx.URL(brief.url)
+
+    def refused(path: str, key: bytes, status: int) -> socket.socket:
+        connection = socket.create_connection((url.host, url.port or 0), timeout=10)
+        connection.sendall(b"POST %b HTTP/1.1\r\nHost: a\r\n%bContent-Length: 2\r\n\r\n" % (path.encode(), key))
+        received = b""
+        while not received.endswith(b"}}"):
+            received += connection.recv(10_000)
+        assert received.startswith(b"HTTP/1.1 %d" % status)
+        return connection
+
+    for path, key, status in (("/v1/completions", b"", 401), ("/nowhere", KEY, 404), ("/version", KEY, 405)):
+        with refused(path, key, status) as connection:
+            connection.sendall(b"{}")
+            assert not read(connection)
+    content = json.dumps(SHORT).encode()
+    whole = POST + KEY + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+    with httpx.Client(base_url=brief.url, headers={"Authorization": "Bearer secret"}, timeout=SECONDS) as http:
+        http.post("/sleep").raise_for_status()
+        with refused("/v1/completions", b"", 401) as connection:
+            connection.sendall(b"{}" + whole)
+            wait_until_unfinished(brief, 1)
+            time.sleep(1.5)
+            http.post("/wake_up").raise_for_status()
+            connection.settimeout(SECONDS)
+            assert ANSWER.encode() in read(connection)
+
+
 def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
     """Also where the client has begun its next request, or sent an empty line."""
     body = json.dumps(SHORT).encode()
