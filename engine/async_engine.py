@@ -153,7 +153,8 @@ class AsyncEngine:
     def num_unfinished(self) -> int:
         """Waiting and running requests; each of `n` completions counts."""
         with self._changed:
-            return sum(len(stream.group.requests) for stream in self._streams.values())
+            # One of each stream counts until its last output is delivered, which leaves the name to others.
+            return sum(len(stream.group.unfinished()) or 1 for stream in self._streams.values())
 
     async def call(self, function: Callable[[], _T]) -> _T:
         """What `function` returns or raises, on the engine thread between two steps, where it may use the LLM.
@@ -397,7 +398,7 @@ class AsyncEngine:
                 f"{count} requests at once are over the limit of {limit}: {running} that run and "
                 f"{self.max_num_queued_reqs} that wait; ask for fewer prompts or completions at once"
             )
-        unfinished = sum(len(stream.group.requests) for stream in self._streams.values())
+        unfinished = self.num_unfinished
         if unfinished + count > limit:
             raise QueueFull(
                 f"{count} more requests with {unfinished} unfinished are over the limit of {limit}: "

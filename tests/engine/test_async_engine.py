@@ -258,6 +258,38 @@ def test_the_queue_is_bounded_all_or_nothing() -> None:
     run(test())
 
 
+def test_completions_that_have_ended_leave_their_places() -> None:
+    """Also while others of the same prompt go on."""
+
+    async def test() -> None:
+        llm = make_llm(max_num_seqs=2)
+        one_left, go_on = threading.Event(), threading.Event()
+
+        def on_step(_: object) -> None:
+            stream = engine._streams.get("both")
+            if stream is not None and len(stream.group.unfinished()) == 1:
+                one_left.set()
+                go_on.wait()
+
+        llm.on_step = on_step
+        async with serving(llm, max_num_queued_reqs=0) as engine:
+            # Of the two, one has such a token earlier than the other.
+            params = SamplingParams(n=2, seed=2, temperature=2, max_tokens=100, stop_token_ids=list(range(2, 8)))
+            stream = await engine.add([2, 3], params, "both")
+            try:
+                await until(one_left.is_set)
+                assert engine.num_unfinished == 1
+                other = await engine.add([2, 3], GREEDY)
+                with pytest.raises(QueueFull, match="1 more requests with 2 unfinished"):
+                    await engine.add([2, 3], GREEDY)
+            finally:
+                go_on.set()
+            for each in (stream, other):
+                assert [output async for output in each][-1].finished
+
+    run(test())
+
+
 def test_bad_input_reaches_its_own_client_only() -> None:
     want = expected("llama", [5, 6, 7], 100)
 
