@@ -40,6 +40,8 @@ def router(service: Service) -> APIRouter:
             )
             service.check_size(1, params)
             prompts = [service.prompts.read_chat(body, max_tokens, check)]
+            if max_tokens is None:
+                params = service.shortened(prompts[0], params)
             service.check_logprobs(prompts, params)
             return body, params, prompts
 

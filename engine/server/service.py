@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from fastapi import Request as HttpRequest
 
@@ -110,6 +111,19 @@ class Service:
                 "logprobs",
                 "too_many_logprobs",
             )
+
+    def shortened(self, prompt: TokenizedPrompt, params: SamplingParams) -> SamplingParams:
+        """Params without a `max_tokens` of the client's, for outputs whose log probabilities an answer can report.
+
+        Unchanged where `check_logprobs` refuses what else was asked for.
+        """
+        if params.logprobs is None or params.output_kind is RequestOutputKind.DELTA:
+            return params
+        length = len(prompt.token_ids)
+        reported = 0 if params.prompt_logprobs is None else length * (1 + params.prompt_logprobs)
+        most = (self.limits.logprobs - reported) // (params.n * (1 + params.logprobs))
+        longest = self.max_model_len - length if params.max_tokens is None else params.max_tokens
+        return replace(params, max_tokens=most) if max(1, params.min_tokens) <= most < longest else params
 
     async def start(
         self, request: HttpRequest, prompts: Sequence[TokenizedPrompt], params: SamplingParams, body: Sampling

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -139,7 +140,14 @@ def test_too_many_are_counted(body: dict[str, Any], message: str) -> None:
         ),
         ("/v1/completions", {"prompt": [7] * 2000, "n": 8, "logprobs": 20, "echo": True, "max_tokens": 1}),
         ("/v1/completions", {"prompt": [7] * 2000, "n": 8, "prompt_logprobs": 20, "max_tokens": 1}),
-        ("/v1/chat/completions", {"messages": [USER], "n": 20, "logprobs": True, "top_logprobs": 20}),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "n": 20, "logprobs": True, "top_logprobs": 20, "max_tokens": 2000},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "n": 20, "logprobs": True, "top_logprobs": 20, "min_tokens": 2000},
+        ),
     ],
 )
 def test_log_probabilities_have_a_limit(path: str, body: dict[str, Any]) -> None:
@@ -147,6 +155,30 @@ def test_log_probabilities_have_a_limit(path: str, body: dict[str, Any]) -> None
         async with client() as (http, _):
             error = error_of(await http.post(path, json=body))
             assert (error["code"], error["param"]) == ("too_many_logprobs", "logprobs")
+
+    run(test())
+
+
+def test_a_chat_without_max_tokens_ends_where_its_log_probabilities_reach_the_limit() -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+            body = {"messages": [USER], "logprobs": True, "top_logprobs": 5, "temperature": 0}
+
+            async def ask(**more: Any) -> tuple[str, int]:
+                (choice,) = (await http.post("/v1/chat/completions", json={**body, **more})).json()["choices"]
+                return choice["finish_reason"], len(choice["logprobs"]["content"])
+
+            reason, length = await ask()
+            assert reason == "stop"
+            service.limits = replace(service.limits, logprobs=6 * length)
+            assert await ask() == ("stop", length)
+            service.limits = replace(service.limits, logprobs=6 * length - 1)
+            assert await ask() == ("length", length - 1)
+            error = error_of(await http.post("/v1/chat/completions", json={**body, "max_tokens": length}))
+            assert error["code"] == "too_many_logprobs"
+            prompt = (await http.post("/v1/chat/completions", json={**body, "max_tokens": 1})).json()["usage"]
+            service.limits = replace(service.limits, logprobs=prompt["prompt_tokens"] + 6 * 3)
+            assert await ask(prompt_logprobs=0) == ("length", 3)
 
     run(test())
 
