@@ -124,7 +124,9 @@ class _Completion:
                 skips = body.skip_special_tokens is not False
                 self._logprobs[index] = TextLogprobs(body.logprobs, self._service.text, skip_special_tokens=skips)
             reports = self._logprobs[index]
-            asked = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+            # A request that ended before its prompt was computed has no reports of it.
+            scored = output.prompt_logprobs
+            asked = () if scored is None else zip(output.prompt_token_ids, scored, strict=True)
             before = reports.prompt(asked, len(echo)) if body.echo and first else {}
             after = reports.piece(zip(completion.token_ids, completion.logprobs or (), strict=True))
             choice["logprobs"] = {name: chain(before[name], after[name]) for name in before} or after

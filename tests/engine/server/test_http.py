@@ -233,6 +233,27 @@ def test_the_engine_knows_requests_by_their_ids() -> None:
     run(test())
 
 
+def test_a_prompt_that_is_echoed_may_end_before_it_is_computed() -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+            for stream in (False, True):
+                body = {"prompt": "w x", "echo": True, "logprobs": 1, "stream": stream}
+                await service.engine.sleep()
+                asked = asyncio.create_task(http.post("/v1/completions", json=body))
+                while not service.engine._streams:
+                    await asyncio.sleep(0.001)
+                service.engine.abort(list(service.engine._streams))
+                answer = await asked
+                assert answer.status_code == 200
+                text = answer.text.removeprefix("data: ").partition("\n\n")[0]
+                (choice,) = json.loads(text)["choices"]
+                assert (choice["text"], choice["finish_reason"]) == ("w x", "abort")
+                assert choice["logprobs"]["tokens"] == []
+                await service.engine.wake_up()
+
+    run(test())
+
+
 def test_request_ids() -> None:
     async def test() -> None:
         async with client() as (http, _):
