@@ -128,11 +128,22 @@ def _listed(value: object) -> list[Any]:
 
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed)
 _MEMBERS = 64  # of a list, written at a time
+# Ends of lines for str.splitlines, which clients read events with; JSON leaves them as they are.
+_LINE_ENDS = {mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+
+
+def _json(value: object) -> str:
+    """JSON in one line, whatever ends a line."""
+    text = _encoder.encode(value)
+    if not text.isascii():
+        for mark, escape in _LINE_ENDS.items():
+            text = text.replace(mark, escape)
+    return text
 
 
 def encode(value: object) -> bytes:
     """JSON; an iterator is a list, and text that no encoding has is replaced."""
-    return _encoder.encode(value).encode("utf-8", "replace")
+    return _json(value).encode("utf-8", "replace")
 
 
 def pieces(value: object, depth: int = 0) -> Iterator[str]:
@@ -144,7 +155,7 @@ def pieces(value: object, depth: int = 0) -> Iterator[str]:
     if isinstance(value, dict) and depth < 3:
         opening = "{"
         for key, member in value.items():
-            yield f"{opening}{_encoder.encode(key)}:"
+            yield f"{opening}{_json(key)}:"
             yield from pieces(member, depth + 1)
             opening = ","
         yield "}" if opening == "," else "{}"
@@ -158,11 +169,11 @@ def pieces(value: object, depth: int = 0) -> Iterator[str]:
                     yield from pieces(member, depth)
                     opening = ","
             else:
-                yield f"{opening}{_encoder.encode(batch)[1:-1]}"
+                yield f"{opening}{_json(batch)[1:-1]}"
                 opening = ","
         yield "]" if opening == "," else "[]"
     else:
-        yield _encoder.encode(value)
+        yield _json(value)
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

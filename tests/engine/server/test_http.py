@@ -19,6 +19,7 @@ from tests.support.applications import client, error_of, run
 from tests.support.servers import MODEL, metric
 from vattn.engine.requests.prompts import PromptReader
 from vattn.engine.scheduling.scheduler import Scheduler
+from vattn.engine.server import answers
 from vattn.engine.server.protocol import REFUSED
 
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
@@ -250,6 +251,27 @@ def test_a_prompt_that_is_echoed_may_end_before_it_is_computed() -> None:
                 assert (choice["text"], choice["finish_reason"]) == ("w x", "abort")
                 assert choice["logprobs"]["tokens"] == []
                 await service.engine.wake_up()
+
+    run(test())
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_each_event_is_a_line_for_every_reader(light: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some, as httpx's, end lines at characters that JSON leaves as they are."""
+    text = "a\x85b\u2028c\u2029é"
+    if not light:
+        monkeypatch.setattr(answers, "LIGHT", -1)
+
+    async def test() -> None:
+        async with client() as (http, _):
+            body = {"prompt": text, "echo": True, "max_tokens": 2, "stream": True}
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = [line async for line in answer.aiter_lines() if line]
+            assert lines.pop() == "data: [DONE]"
+            events = [json.loads(line.removeprefix("data: ")) for line in lines]
+            assert events[0]["choices"][0]["text"].startswith(text)
+            whole = await http.post("/v1/completions", json={**body, "stream": False})
+            assert whole.json()["choices"][0]["text"].startswith(text)
 
     run(test())
 
