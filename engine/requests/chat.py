@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .request import InvalidRequest
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 ContentFormat = Literal["auto", "string", "openai"]
 
+# Fields of messages; templates may ask whether one is there, however empty it is.
+CALLS = ("tool_calls", "function_call")
 # Variables of templates that `render` has parameters for.
 _OWN = frozenset({"messages", "tools", "add_generation_prompt"})
 _MESSAGES, _KWARGS = "messages", "chat_template_kwargs"
@@ -60,7 +63,8 @@ def render(
 
     Args:
         conversation: messages with "role" and "content", and whatever else the template knows. A content is text, None
-            for none, or a list of parts, such as `{"type": "text", "text": "Hello"}`.
+            for none, or a list of parts, such as `{"type": "text", "text": "Hello"}`. The arguments of `tool_calls` are
+            values, or JSON.
         chat_template: a template in place of the tokenizer's, or the name of one of several.
         chat_template_content_format: how the template gets contents: "openai", as lists of parts; "string", as text,
             parts joined by line breaks; "auto", as lists where the template loops over them, and else as text.
@@ -222,7 +226,7 @@ def _item(owner: set[str], key: object) -> set[str]:
 
 
 def _message(message: object, as_parts: bool) -> dict[str, Any]:
-    """A message with its content as text, or as parts."""
+    """A message with its content as text, or as parts, and with the arguments of tools as values."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(
             f"a message is a mapping, such as {{'role': 'user', 'content': ...}}; this is {shown(message)}",
@@ -234,7 +238,28 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
     parts = list(_parts(message.get("content")))
     # As in vLLM: templates expect what a tool says as text, whatever they expect of others.
     content = parts if as_parts and role != "tool" else "\n".join(part["text"] for part in parts if part["text"])
-    return {**message, "content": content}
+    fields = {key: value for key, value in message.items() if value or key not in CALLS}
+    if role == "assistant" and "tool_calls" in fields:
+        _check_list("tool_calls of a message is a list of calls", fields["tool_calls"])
+        fields["tool_calls"] = [_call(call) for call in fields["tool_calls"]]
+    return {**fields, "content": content}
+
+
+def _call(call: object) -> object:
+    """A call of a tool; its arguments are a value for templates, and JSON in OpenAI's shape."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"a message has a tool call with the arguments {shown(arguments)}, which are no JSON: {error}",
+                param=_MESSAGES,
+            ) from error
+    return {**cast(Mapping[str, Any], call), "function": {**function, "arguments": arguments}}
 
 
 def _parts(content: object) -> Iterator[dict[str, Any]]:

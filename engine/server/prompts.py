@@ -11,7 +11,7 @@ from typing import Any
 
 from ..checks import check_encodable
 from ..core import EngineCore
-from ..requests.chat import render
+from ..requests.chat import CALLS, render
 from ..requests.prompts import TokenizedPrompt
 from ..requests.request import InvalidRequest
 from .errors import bad
@@ -236,9 +236,7 @@ def _characters(message: Message) -> int:
 
 def _plain(message: Message) -> Mapping[str, Any]:
     """A message as the template gets it."""
-    extra = dict(message.model_extra or {})
-    # Templates may ask whether a message has these fields, however empty they are.
-    calls = [extra.pop(name, None) for name in ("tool_calls", "function_call")]
-    if message.role in ("tool", "function") or any(calls):
+    extra = message.model_extra or {}
+    if message.role in ("tool", "function") or any(extra.get(name) for name in CALLS):
         raise bad("messages about tool calls are not supported; write them as text of a user or assistant", "messages")
     return {**extra, "role": message.role, "content": message.content}

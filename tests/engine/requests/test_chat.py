@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -63,6 +65,59 @@ def test_further_keys_of_parts_and_messages_reach_the_template() -> None:
     message = {"role": "user", "name": "me", "content": [{"type": "text", "text": "one", "cache": "kept"}]}
     assert render(make_tokenizer(), [message], chat_template=template) == "keptme"
     assert message["content"] == [{"type": "text", "text": "one", "cache": "kept"}], "the caller's own was changed"
+
+
+def calling(*arguments: object, **fields: Any) -> list[dict[str, Any]]:
+    """A conversation with a call for each of the arguments."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": each}} for each in arguments]
+    return [{"role": "assistant", "content": None, "tool_calls": calls, **fields}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Zürich"}', '{"city": "Zürich"}'),
+        ({"city": "Bern"}, '{"city": "Bern"}'),
+        ("", "{}"),
+        (None, "{}"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_arguments_of_tool_calls_are_values(arguments: object, shown: str) -> None:
+    """In OpenAI's shape they are JSON, which a template that writes JSON would write as text."""
+    template = "{% for c in messages[0].tool_calls %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    conversation = calling(arguments, '{"n": 1}')
+    before = copy.deepcopy(conversation)
+    text = render(make_tokenizer(), conversation, chat_template=template + "{% endfor %}")
+    assert text == f'1f{shown}1f{{"n": 1}}'
+    assert conversation == before, "the caller's own was changed"
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_a_message_without_calls_has_no_field_for_them(empty: object) -> None:
+    template = "{{ 'calls' if 'tool_calls' in messages[0] or 'function_call' in messages[0] else messages[0].content }}"
+    conversation = [{"role": "assistant", "content": "w", "tool_calls": empty, "function_call": empty}]
+    assert render(make_tokenizer(), conversation, chat_template=template) == "w"
+
+
+def test_calls_in_other_shapes_reach_the_template() -> None:
+    template = "{% for c in messages[0].tool_calls %}{{ c.name or c }}{% endfor %}"
+    conversation = calling(tool_calls=[{"name": "f", "arguments": "x"}, "g"])
+    assert render(make_tokenizer(), conversation, chat_template=template) == "fg"
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        (calling('{"city": '), "tool call with the arguments '{\"city\": ', which are no JSON"),
+        (calling("[" * 100_000), "which are no JSON"),
+        (calling(tool_calls="f"), "tool_calls of a message is a list of calls; this is 'f'"),
+    ],
+)
+def test_calls_that_are_none_are_refused(conversation: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)) as caught:
+        render(make_tokenizer(), conversation, chat_template=TEXT)
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
