@@ -112,6 +112,18 @@ def test_deltas_add_up(kv: str) -> None:
     run(test())
 
 
+def test_the_engine_leaves_its_core_to_the_event_loop_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(async_engine.os, "sched_yield", lambda: left.append(threading.current_thread().name))
+
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            outputs = await collect(engine, make_prompts([5])[0], GREEDY)
+        assert left == ["vattn-engine"] * len(outputs)
+
+    run(test())
+
+
 def test_other_kinds_of_output() -> None:
     prompt = make_prompts([5])[0]
     want = expected("llama", prompt, 8)
