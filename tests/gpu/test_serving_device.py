@@ -47,7 +47,7 @@ def test_a_server(expected: list[str]) -> None:
 
 def test_two_engines_in_a_pool_that_a_broker_lends(expected: list[str]) -> None:
     """One after another, and beside an idle one."""
-    with brokers.running(64 * 2**20, DEVICE) as broker:
+    with brokers.running(64 * 2**20, f"{DEVICE}:0") as broker:
         for _ in range(2):
             assert texts(kv_pool=brokers.NAME, memory_budget=None) == expected
         with LLM(MODEL, dtype="float32", max_num_seqs=4, kv_pool=brokers.NAME) as idle:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from statistics import mean, median, quantiles
 from typing import Any
 
-from bench.gpu import PAGE
 from bench.gpu.caches import static, virtual
 from bench.gpu.device import best, synchronize
 from bench.gpu.figures import Figures
@@ -43,13 +42,14 @@ class _Iteration:
 
 
 def run(quick: bool) -> Report:
-    layers, batch, pages = (8, 2, 1) if quick else (16, 32, 8)
+    layers, batch, pages = (8, 2, 1) if quick else (16, 32, 6)
     model = llama(layers=layers)
     caches: dict[str, Any] = {
         mode: virtual(batch, 8192, layers=layers, layout="fused", overlap=mode == "overlapped")
         for mode in ("overlapped", "synchronous")
     }
-    block: int = caches["overlapped"].cache.layout.page_tokens
+    layout = caches["overlapped"].cache.layout
+    block: int = layout.page_tokens
     caches["static"] = static(batch, 8192, layers=layers)
     with ExitStack() as stack:
         loops: dict[str, DecodeLoop] = {}
@@ -87,7 +87,7 @@ def run(quick: bool) -> Report:
             "graphs": not uncaptured,
             "tokens per page": block,
             "borders": pages,
-            "mapped MiB per border": batch * PAGE // 2**20,
+            "mapped MiB per border": batch * layout.page_size // 2**20,
         },
         figures=figures,
         goals=[
@@ -112,7 +112,8 @@ def _traces(
     gc.collect()
     gc.disable()
     try:
-        for number in range(-warmup, iterations):  # the captures, and first uses of everything, come before 0
+        # The captures, and first uses of everything, come before 0: no length passes 1,024, where steps are captured anew.
+        for number in range(-warmup, iterations):
             for mode in turns(loops, number):
                 synchronize()
                 begin = time.perf_counter()
