@@ -92,8 +92,8 @@ Ticket Mapper::submit(std::shared_ptr<Transaction> transaction) {
   {
     const std::lock_guard lock(worker_->mutex);
     if (worker_->stopping) throw std::logic_error("the worker is not running");
+    worker_->log.push_back(transaction);  // may throw, and a ticket without a transaction would never pass
     ticket = transaction->ticket_ = ++last_;
-    worker_->log.push_back(std::move(transaction));
     executed.swap(worker_->executed);
   }
   worker_->submitted.notify_one();

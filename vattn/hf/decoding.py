@@ -1,9 +1,10 @@
 """Keys whose decode steps are computed by vattn's own kernels, where torch's SDPA would be slower.
 
 The cache returns keys of a tensor subclass, for which a call of SDPA with one query per sequence goes to the kernels of
-`vattn.attention.attend`; the model's attention is not changed. Where those cannot compute it, the queries of a KV head
-are folded into rows, `[batch, num_kv_heads, group, head_dim]`, which is several times as fast as SDPA's `enable_gqa` in
-bfloat16. With a mask over padding transformers itself repeats the keys and values.
+`vattn.attention.attend`; the model's attention is not changed. A mask may hide nothing, as that of a full sliding
+window, or padding on the left. Where the kernels cannot compute a step, the queries of a KV head are folded into rows,
+`[batch, num_kv_heads, group, head_dim]`, which is several times as fast as SDPA's `enable_gqa` in bfloat16. With a
+mask, transformers itself folds them.
 
 Of a cache in 8 bits, keys and values are another subclass: the kernels read its codes as they are stored, and any other
 operation sees the keys or values that they stand for.
@@ -11,8 +12,10 @@ operation sees the keys or values that they stand for.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from threading import local
 from typing import Any
 
 import torch
@@ -78,6 +81,8 @@ class Coded(DecodedKeys):
         return repr(self.plain())
 
 
+_MOST_SLOTS = 2**31 - 1  # they are counted in 32 bits
+
 # These refuse subclasses, before any dispatch.
 _COPYING = {Tensor.__deepcopy__, Tensor.__array__, Tensor.numpy, Tensor.tolist}
 
@@ -98,19 +103,28 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    single = not is_causal and _is_step(query, key, value, enable_gqa)
-    if single and attn_mask is None and not dropout_p and _is_native(query, key, value):
-        batch, heads, _, _ = query.shape
-        slots, lengths = _all(batch, key.shape[2])
-        stored, scales = [key, value], None
+    step = not is_causal and _is_step(query, key, value, attn_mask, enable_gqa)
+    if step and not dropout_p and _is_native(query, key, value):
+        batch, heads, queries, head_dim = query.shape
+        stored, scales = [key, value], []
         if isinstance(key, Coded) and isinstance(value, Coded) and not key.is_read and not value.is_read:
-            stored, scales = [key.codes, value.codes], (key.scales.transpose(1, 2), value.scales.transpose(1, 2))
-        rows = [tensor.transpose(1, 2) for tensor in stored]
-        output = query.new_empty(batch, heads, 1, value.shape[3])
-        cpu.attend(query.squeeze(2), *rows, slots=slots, lengths=lengths, scales=scales, scale=scale, out=output)
-        return output
+            stored, scales = [key.codes, value.codes], [key.scales, value.scales]
+        shown = _shown([rows.transpose(1, 2) for rows in stored + scales], attn_mask)
+        if shown is not None:
+            rows, slots, lengths = shown
+            output = query.new_empty(batch, heads, queries, value.shape[3])
+            cpu.attend(
+                query.reshape(batch, heads * queries, head_dim),
+                *rows[:2],
+                slots=slots,
+                lengths=lengths,
+                scales=(rows[2], rows[3]) if scales else None,
+                scale=scale,
+                out=output.view(batch, heads * queries, -1),
+            )
+            return output
     key, value = (rows.plain() if isinstance(rows, Coded) else rows for rows in (key, value))
-    if single and enable_gqa and (attn_mask is None or attn_mask.shape[-3:-1] == (1, 1)):
+    if step and enable_gqa and query.shape[2] == 1 and (attn_mask is None or attn_mask.shape[-3:-1] == (1, 1)):
         batch, heads, _, head_dim = query.shape
         folded = query.reshape(batch, key.shape[1], -1, head_dim)
         output = scaled_dot_product_attention(folded, key, value, attn_mask, dropout_p, scale=scale)
@@ -120,16 +134,18 @@ def _attend(
     )
 
 
-def _is_step(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether there is one query per sequence, with keys, in shapes that belong together. SDPA broadcasts others or
-    refuses them; the kernels would read memory that is not there.
+def _is_step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
+    """Whether there is one query per sequence and head, with keys, in shapes that belong together. SDPA broadcasts
+    others or refuses them; the kernels would read memory that is not there.
+
+    With a mask that is the same for all of them, queries may be heads that transformers has folded.
     """
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
     batch, heads, queries, head_dim = query.shape
     rows, kv_heads, tokens, key_dim = key.shape
     return (
-        queries == 1
+        (queries == 1 or (queries > 1 and heads == kv_heads and mask is not None and mask.shape[-3:-1] == (1, 1)))
         and tokens > 0
         and batch == rows
         and head_dim == key_dim
@@ -156,8 +172,75 @@ def _is_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
+def _shown(rows: list[Tensor], mask: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor] | None:
+    """How the kernels read what a mask shows of `rows`, each `[batch, tokens, heads, dim]`.
+
+    Returns:
+        The rows, slots, and lengths, or None if it hides something else than the first tokens of sequences.
+    """
+    batch, tokens = rows[0].shape[:2]
+    if mask is None:
+        return rows, *_all(batch, tokens)
+    hidden = _last_mask.hidden(mask, batch, tokens)
+    if hidden is None:
+        return None
+    if not any(hidden):
+        return rows, *_all(batch, tokens)
+    # A slot for each token, which begins there: sequences are whole numbers of tokens apart, the same in all rows.
+    apart = {divmod(each.stride(0), each.stride(1)) for each in rows} if batch > 1 else {(0, 0)}
+    (between, rest), *others = apart
+    if others or rest or between * batch + tokens > _MOST_SLOTS:
+        return None
+    places = [each.as_strided(each.shape, (each.stride(1), *each.stride()[1:])) for each in rows]
+    return places, *_some(hidden, between, tokens)
+
+
+def _hidden(mask: Tensor, batch: int, tokens: int) -> tuple[int, ...] | None:
+    """How many tokens at the start of each sequence a mask hides; None if it hides others, or all of a sequence."""
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, 1, tokens) or not mask.is_cpu:
+        return None
+    if mask.shape[0] not in (1, batch):
+        return None
+    flags = mask[:, 0, 0]
+    if bool(flags.all()):
+        return (0,) * batch
+    first = flags.to(torch.uint8).argmax(1)
+    if not bool((flags.sum(1) == tokens - first).logical_and_(flags[:, -1]).all()):
+        return None
+    hidden: list[int] = first.tolist()
+    return tuple(hidden * (batch // len(hidden)))
+
+
+class _LastMask(local):
+    """What the last mask hides: the layers of a step have the same one."""
+
+    _mask: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    _state: tuple[int, int, int] | None = None
+    _hides: tuple[int, ...] | None = None
+
+    def hidden(self, mask: Tensor, batch: int, tokens: int) -> tuple[int, ...] | None:
+        # Inference tensors do not count their changes.
+        state = None if mask.is_inference() else (mask._version, batch, tokens)
+        if state is None or self._mask() is not mask or self._state != state:
+            self._hides = _hidden(mask, batch, tokens)
+            self._mask, self._state = weakref.ref(mask), state
+        return self._hides
+
+
+_last_mask = _LastMask()
+
+
 @lru_cache(maxsize=4)  # a step asks for the same in every layer
 def _all(batch: int, length: int) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         slots = torch.arange(batch, dtype=torch.int32, device="cpu")
         return slots, torch.full_like(slots, length)
+
+
+@lru_cache(maxsize=4)
+def _some(hidden: tuple[int, ...], between: int, length: int) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        slots = [sequence * between + first for sequence, first in enumerate(hidden)]
+        lengths = [length - first for first in hidden]
+        both = torch.tensor([slots, lengths], dtype=torch.int32, device="cpu")
+        return both[0], both[1]

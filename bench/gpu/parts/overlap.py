@@ -112,7 +112,7 @@ def _traces(
     gc.collect()
     gc.disable()
     try:
-        # The captures, and first uses of everything, come before 0: no length passes 1,024, where steps are captured anew.
+        # The captures, and first uses of everything, come before 0: lengths stay below 1,024, where graphs are new.
         for number in range(-warmup, iterations):
             for mode in turns(loops, number):
                 synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from vattn import cpu
 from vattn.hf.decoding import Coded, DecodedKeys, as_plain
 from vattn.quantised import dequantise, quantise
 
@@ -34,7 +36,106 @@ def test_decode_steps_read_codes(dtype: torch.dtype, tolerance: float) -> None:
     assert not values.is_read
 
 
-@pytest.mark.parametrize("how", [{"attn_mask": torch.ones(1, 1, 1, 50, dtype=torch.bool)}, {"dropout_p": 1e-9}])
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What the kernels are called with."""
+    spy = Mock(side_effect=cpu.attend)
+    monkeypatch.setattr(cpu, "attend", spy)
+    return spy
+
+
+def rows(order: str, hidden: list[int], tokens: int, heads: int, head_dim: int) -> Tensor:
+    """Keys or values `[batch, heads, tokens, head_dim]` in larger memory, NaN where they are hidden, or no tokens."""
+    batch, room = len(hidden), tokens + 7
+    shape = (batch, room, heads, head_dim) if order == "NHD" else (batch, heads, room, head_dim)
+    memory = torch.full(shape, torch.nan)
+    shown = (memory.transpose(1, 2) if order == "NHD" else memory)[:, :, :tokens]
+    for row, first in zip(shown, hidden, strict=True):
+        row[:, first:] = torch.randn(heads, tokens - first, head_dim)
+    return shown
+
+
+def padding(hidden: list[int], tokens: int) -> Tensor:
+    return torch.tensor([[[[token >= first for token in range(tokens)]]] for first in hidden])
+
+
+def exactly(query: Tensor, keys: Tensor, values: Tensor, hidden: list[int]) -> Tensor:
+    """In float64, sequence by sequence, without what is hidden."""
+    return torch.cat(
+        [
+            scaled_dot_product_attention(
+                query[[row]].double(),
+                *(each[[row], :, first:].double() for each in (keys, values)),
+                enable_gqa=True,
+            )
+            for row, first in enumerate(hidden)
+        ]
+    ).float()
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("hidden", [[0, 0, 0], [3, 0, 1], [7], [0, 49]])
+def test_padding_on_the_left(order: str, hidden: list[int], folded: bool, native: Mock) -> None:
+    """As a step of transformers has it, whose queries are folded where heads are grouped."""
+    keys, values = (rows(order, hidden, 50, 2, head_dim) for head_dim in (16, 24))
+    query = torch.randn(len(hidden), 6, 1, 16)
+    expected = exactly(query, keys, values, hidden)
+    asked, gqa = (query.view(len(hidden), 2, 3, 16), False) if folded else (query, True)
+    for _ in range(2):
+        output = scaled_dot_product_attention(
+            asked, keys.as_subclass(DecodedKeys), values, padding(hidden, 50), enable_gqa=gqa
+        )
+        torch.testing.assert_close(output.reshape(expected.shape), expected)
+    assert native.call_count == 2
+
+
+def test_a_mask_that_changes_between_layers(native: Mock) -> None:
+    mask = padding([5, 0], 50)
+    for hidden in ([5, 0], [5, 9], [0, 9]):
+        mask.copy_(padding(hidden, 50))
+        query, keys, values = torch.randn(2, 2, 1, 16), rows("HND", hidden, 50, 2, 16), rows("HND", hidden, 50, 2, 16)
+        output = scaled_dot_product_attention(query, keys.as_subclass(DecodedKeys), values, mask)
+        torch.testing.assert_close(output, exactly(query, keys, values, hidden))
+    assert native.call_count == 3
+
+
+def _masks() -> dict[str, Tensor]:
+    hole, right, ragged = torch.ones(3, 2, 1, 1, 50, dtype=torch.bool)
+    hole[1, ..., 20] = False
+    right[0, ..., 40:] = False
+    ragged[:, ..., :9] = torch.rand(9) > 0.5
+    ragged[:, ..., :2] = torch.tensor([True, False])
+    everything = padding([0, 50], 50)
+    by_head = torch.ones(2, 4, 1, 50, dtype=torch.bool)
+    by_head[:, 1, :, :5] = False
+    added = torch.randn(2, 1, 1, 50)
+    return dict(locals())
+
+
+@pytest.mark.parametrize("name", list(_masks()))
+def test_masks_that_the_kernels_do_not_know(name: str, native: Mock) -> None:
+    query, keys, values = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 50, 16), torch.randn(2, 4, 50, 16)
+    mask = _masks()[name]
+    output = scaled_dot_product_attention(query, keys.as_subclass(DecodedKeys), values, mask)
+    torch.testing.assert_close(output, scaled_dot_product_attention(query, keys, values, mask), equal_nan=True)
+    assert native.call_count == 0
+
+
+def test_codes_whose_sequences_are_padded(native: Mock) -> None:
+    """Codes and scales are not the same number of tokens apart: a copy, but of a full window, which hides nothing."""
+    codes, scales = quantise(torch.randn(2, 3, 57, 64))
+    memory = scales.transpose(1, 2).contiguous().transpose(1, 2)
+    keys, values = (Coded(codes[:, :, :50], memory[:, :, :50], torch.float32) for _ in range(2))
+    query = torch.randn(2, 3, 1, 64)
+    for hidden, calls in (([0, 0], 1), ([4, 0], 1)):
+        output = scaled_dot_product_attention(query, keys, values, padding(hidden, 50))
+        plain = dequantise(codes, scales, torch.empty(codes.shape))[:, :, :50]
+        torch.testing.assert_close(output, exactly(query, plain, plain, hidden), atol=1e-4, rtol=1e-4)
+        assert native.call_count == calls
+
+
+@pytest.mark.parametrize("how", [{"attn_mask": torch.zeros(1, 1, 1, 50)}, {"dropout_p": 1e-9}])
 def test_steps_that_the_kernels_cannot_compute(how: dict[str, object]) -> None:
     keys, plain_keys = coded(1, 2, 50, 16)
     values, plain_values = coded(1, 2, 50, 16)
