@@ -210,4 +210,5 @@ def _tokens(chunk: Mapping[str, Any]) -> Any:
     delta = choice["delta"]
     kinds = ("content", "reasoning_content", "reasoning")
     text = next((delta[kind] for kind in kinds if delta.get(kind) is not None), None)
-    return None if text == "" and "role" in delta else text
+    # A chunk that also ends the answer has its only token.
+    return None if text == "" and "role" in delta and choice.get("finish_reason") is None else text

@@ -98,6 +98,13 @@ def test_of_a_chat_the_role_is_no_token() -> None:
     assert body["max_completion_tokens"] == 4
 
 
+def test_a_chat_that_ends_with_its_first_token() -> None:
+    only = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
+    server = FakeOpenAI(lambda body: [event(choices=[only]), usage(4, 1), DONE])
+    (timing,), _ = measure(server, backend="openai-chat")
+    assert (timing.error, len(timing.token_times), timing.text, timing.output_tokens) == (None, 1, "", 1)
+
+
 def test_what_a_request_says() -> None:
     server = FakeOpenAI(lambda body: [text("a"), DONE])
     fields = {"temperature": 0.0, "ignore_eos": True}
