@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
@@ -62,6 +65,10 @@ class Target:
     def headers(self) -> dict[str, str]:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
+    @functools.cached_property
+    def proxy(self) -> str | None:
+        return _proxy_of(self.url)
+
 
 async def list_models(base_url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """The models of a server, as it describes them.
@@ -72,7 +79,7 @@ async def list_models(base_url: str, api_key: str | None = None) -> list[dict[st
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     url = base_url.rstrip("/") + "/v1/models"
     try:
-        async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as answer:
+        async with aiohttp.ClientSession(headers=headers) as session, session.get(url, proxy=_proxy_of(url)) as answer:
             status, text = answer.status, await answer.text(errors="replace")
     except ValueError as error:  # aiohttp.InvalidURL, or of a name that no host can have
         raise ConfigError(f"{base_url!r} is no address of a server; give one such as http://localhost:8000") from error
@@ -117,7 +124,7 @@ async def send_all(
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=target.headers, trust_env=True, read_bufsize=2**18
+        connector=connector, timeout=timeout, headers=target.headers, read_bufsize=2**18
     ) as session:
 
         async def send_when_free(sample: Sample) -> Timing:
@@ -153,7 +160,7 @@ async def send(
     """Send one request and follow its stream. A failure is in the result."""
     timing = Timing(start=clock(), prompt_tokens=sample.prompt_len)
     try:
-        async with session.post(target.url, json=target.body(sample)) as answer:
+        async with session.post(target.url, json=target.body(sample), proxy=target.proxy) as answer:
             if answer.status != 200:
                 timing.error = f"{answer.status}: {error_message(await answer.text())}"
                 return timing
@@ -182,6 +189,18 @@ async def send(
     except (aiohttp.ClientError, OSError, RecursionError, ValueError) as error:
         timing.error = f"{type(error).__name__}: {error}"
     return timing
+
+
+def _proxy_of(url: str) -> str | None:
+    """The proxy of the environment for `url`, as urllib has it; None for none.
+
+    aiohttp's `trust_env` would also send passwords of ~/.netrc, and refuses a request that has a key besides.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.proxy_bypass(parts.netloc):
+        return None
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
 
 
 def _read(chunk: Any) -> tuple[str | None, Mapping[str, int]]:

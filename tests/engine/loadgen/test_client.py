@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +210,50 @@ def test_the_models_of_a_server() -> None:
         asyncio.run(list_models("nowhere"))
     with pytest.raises(ConfigError, match="is no address of a server"):
         asyncio.run(list_models("http://a..b"))
+
+
+async def asked(address: str, api_key: str | None = None) -> tuple[list[dict[str, Any]], Timing]:
+    """What a server lists, and what it answers to a request."""
+    target = Target(url=address + "/v1/completions", model="fake", api_key=api_key)
+    (timing,), _ = await send_all(target, [SAMPLE], [0.0])
+    return await list_models(address, api_key), timing
+
+
+def test_listing_and_requests_have_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    proxy = FakeOpenAI(lambda body: [text("a"), DONE], key="secret")
+
+    async def run() -> None:
+        async with proxy.running() as address:
+            for value in (address, address.removeprefix("http://"), address.replace("//", "//me:word@")):
+                monkeypatch.setenv("http_proxy", value)
+                models, timing = await asked("http://a.invalid:8000", "secret")
+                assert ([model["id"] for model in models], timing.error, timing.text) == (["fake"], None, "a")
+            assert "Proxy-Authorization" in proxy.requests[-1][1]
+            async with FakeOpenAI(lambda body: [text("direct"), DONE]).running() as server:
+                monkeypatch.setenv("no_proxy", server.removeprefix("http://"))
+                assert (await asked(server))[1].text == "direct"
+
+    asyncio.run(run())
+    assert len(proxy.requests) == 3
+
+
+def test_the_key_that_was_given_is_sent_and_no_password_of_netrc(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "netrc"
+    path.write_text("machine 127.0.0.1 login me password word\n")
+    monkeypatch.setenv("NETRC", str(path))
+
+    async def run() -> None:
+        for key in ("secret", None):
+            server = FakeOpenAI(lambda body: [text("a"), DONE], key=key)
+            async with server.running() as address:
+                _, timing = await asked(address, key)
+            assert timing.error is None
+            assert server.requests[0][1].get("Authorization") == (key and f"Bearer {key}")
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
