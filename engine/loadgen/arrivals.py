@@ -8,6 +8,8 @@ import numpy as np
 
 from vattn.errors import ConfigError
 
+from ..checks import checked_whole
+
 
 def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """Seconds from the start to each request.
@@ -18,8 +20,9 @@ def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 
             1 is more even, and infinite is a steady beat.
 
     Raises:
-        ConfigError: a rate or burstiness that is not positive.
+        ConfigError: a rate or burstiness that is not positive, or a seed below 0.
     """
+    checked_whole("seed", seed, 0)
     for name, value in (("request_rate", rate), ("burstiness", burstiness)):
         if not value > 0:
             raise ConfigError(f"{name} is {value}; give a number above 0, or inf")

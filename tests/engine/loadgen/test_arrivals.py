@@ -40,3 +40,9 @@ def test_the_seed_decides() -> None:
 def test_what_is_no_rate(rate: float, burstiness: float) -> None:
     with pytest.raises(ConfigError, match="give a number above 0"):
         arrival_times(3, rate, burstiness)
+
+
+@pytest.mark.parametrize("rate", [1.0, math.inf])
+def test_what_is_no_seed(rate: float) -> None:
+    with pytest.raises(ConfigError, match="seed is -1; give a whole number, at least 0"):
+        arrival_times(3, rate, seed=-1)
