@@ -75,7 +75,7 @@ def chosen(args: argparse.Namespace) -> Generator[Model]:
 
 
 def talk(args: argparse.Namespace, answer: Callable[[str], Generator[str]], heard: Callable[[str, str], None]) -> int:
-    """Answer the lines that the user types, as they come. Ctrl-C ends an answer.
+    """Answer the lines that the user types, as they come. Ctrl-C ends an answer, and with `--quick` the command.
 
     Args:
         answer: from a line to the pieces of its answer.
@@ -93,7 +93,9 @@ def talk(args: argparse.Namespace, answer: Callable[[str], Generator[str]], hear
                     texts.append(text)
                     print(text, end="", flush=True)
             except KeyboardInterrupt:
-                pass
+                if args.quick is not None:
+                    print()
+                    raise
             except AnswerFailed as error:
                 # The conversation continues without this line: the next one may be shorter.
                 failed = True

@@ -67,12 +67,9 @@ def continued(prompt: list[int]) -> str:
     return "".join(f" w{token}" for token in expected("llama", prompt, 4) if token > 1)
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_conversation(
-    model_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    type_lines: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the third step of an engine."""
     from vattn.engine.llm import LLM
 
     step, left = LLM.step, [3]
@@ -84,12 +81,27 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
         return step(llm)
 
     monkeypatch.setattr(LLM, "step", interrupted)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+    model_path: Path, capsys: pytest.CaptureFixture[str], type_lines: Callable[..., None], ctrl_c: None
+) -> None:
     type_lines("w5 w6 w7", "w9")
     assert main(["complete", str(model_path), "--temperature", "0", "--max-tokens", "4", "--max-model-len", "64"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert continued([5, 6, 7]).startswith(first)
     assert len(first) < len(continued([5, 6, 7]))
     assert second == continued([9])
+
+
+def test_ctrl_c_ends_a_quick_answer_and_the_command(
+    model_path: Path, capsys: pytest.CaptureFixture[str], ctrl_c: None
+) -> None:
+    args = ["--temperature", "0", "--max-tokens", "4", "--max-model-len", "64", "-q", "w5 w6 w7"]
+    assert main(["complete", str(model_path), *args]) == 130
+    (answer,) = capsys.readouterr().out.splitlines(keepends=True)
+    assert answer.endswith("\n")
+    assert continued([5, 6, 7]).startswith(answer[:-1])
 
 
 @contextlib.contextmanager
