@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import time
 from typing import Any
 
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, VattnError
 
 from ..checks import checked_whole
 from .engine_flags import add_engine_flags, chosen_model, engine_options
@@ -17,6 +18,10 @@ from .load import add_offline_flags, write_json
 # With it, all batches but the first would find their prompts in the cache.
 _CHANGED = {"enable_prefix_caching": False}
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+class _RequestFailed(VattnError):
+    """A batch without all of its answers has no latency."""
 
 
 def add_to(commands: Commands) -> None:
@@ -72,14 +77,18 @@ def _run(args: argparse.Namespace) -> int:
                     tokens = 0
                     for output in outputs:
                         if output.error is not None:
-                            raise ConfigError(f"request {output.request_id} failed: {output.error}")
+                            raise _RequestFailed(f"request {output.request_id} failed: {output.error}")
                         tokens += sum(len(completion.token_ids) for completion in output.outputs)
                     total.set_postfix_str(f"output: {tokens / latencies[-1]:.1f} tokens/s", refresh=False)
                     total.update()
             return latencies
 
-        batches(args.num_iters_warmup, "Warmup batches")
-        latencies = batches(args.num_iters, "Measured batches")
+        try:
+            batches(args.num_iters_warmup, "Warmup batches")
+            latencies = batches(args.num_iters, "Measured batches")
+        except _RequestFailed as error:
+            print(f"vattn: {error}", file=sys.stderr)
+            return 1
 
     percentiles = {percentage: float(np.percentile(latencies, percentage)) for percentage in _PERCENTILES}
     average = float(np.mean(latencies))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 from vattn.errors import ConfigError
@@ -58,7 +59,8 @@ def _run(args: argparse.Namespace) -> int:
 
     failed = [output for output in outputs if output.error is not None]
     if failed:
-        raise ConfigError(f"{len(failed)} requests failed, the first with: {failed[0].error}")
+        print(f"vattn: {len(failed)} requests failed, the first with: {failed[0].error}", file=sys.stderr)
+        return 1
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     tokens = prompt_tokens + output_tokens

@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.fake_openai import DONE, FakeOpenAI, delta, refusal, text, usage
 from vattn.engine.cli import main
+from vattn.engine.kv.virtual import VirtualKV
+from vattn.errors import VattnError
 
 # The keys that tools which read vLLM's results expect.
 KEYS = {
@@ -232,3 +234,19 @@ def test_offline_refuses(
     model_path: Path, refuses: Callable[[list[str], str], None], argv: list[str], message: str
 ) -> None:
     refuses(["bench", argv[0], "--model", str(model_path), *argv[1:]], message)
+
+
+@pytest.mark.parametrize("measure", ["latency", "throughput"])
+def test_offline_with_failures(
+    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, measure: str
+) -> None:
+    def failing(*args: Any, **options: Any) -> None:
+        raise VattnError("the driver is unwell")
+
+    monkeypatch.setattr(VirtualKV, "prepare", failing)
+    argv = ["--model", str(model_path), "--input-len", "6", "--output-len", "4"]
+    argv += {"latency": ["--batch-size", "2"], "throughput": ["--num-prompts", "2"]}[measure]
+    assert main(["bench", measure, *argv]) == 1
+    captured = capsys.readouterr()
+    assert re.search("^vattn: .*failed.*: the driver is unwell$", captured.err, re.MULTILINE)
+    assert captured.out == ""
