@@ -46,7 +46,7 @@ def add_fields(parser: argparse._ActionsContainer, settings: type, *, changed: M
         help = option.help
         how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
         if isinstance(default, bool) or str(field.type).startswith("bool"):
-            how["action"] = argparse.BooleanOptionalAction if default else "store_true"
+            how["action"] = argparse.BooleanOptionalAction if field.default or default else "store_true"
         else:
             how |= {"type": option.parse, "choices": option.choices, "metavar": option.metavar}
             if isinstance(default, tuple):

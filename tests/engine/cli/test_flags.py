@@ -102,9 +102,9 @@ class Settings:
     either: bool | None = option(None, "either")
 
 
-def settings(*argv: str) -> dict[str, Any]:
+def settings(*argv: str, changed: dict[str, Any] | None = None) -> dict[str, Any]:
     made = argparse.ArgumentParser()
-    add_fields(made, Settings)
+    add_fields(made, Settings, changed=changed)
     return given(made.parse_args(argv), Settings)
 
 
@@ -113,6 +113,13 @@ def test_only_what_was_given() -> None:
     assert settings("--host", "::1", "--port", "0") == {"host": "::1", "port": 0}
     assert settings("--api-key", "k", "--api-key", "l") == {"api_keys": ("k", "l")}
     assert settings("--no-on", "--off", "--either") == {"on": False, "off": True, "either": True}
+
+
+def test_a_switch_that_a_command_changes_goes_both_ways() -> None:
+    for changed in ({"on": False}, {"off": True}):
+        (name,) = changed
+        assert settings(f"--{name}", changed=changed) == {name: True}
+        assert settings(f"--no-{name}", changed=changed) == {name: False}
 
 
 def test_the_help_states_defaults(capsys: pytest.CaptureFixture[str]) -> None:
