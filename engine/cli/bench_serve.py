@@ -36,7 +36,9 @@ _SENT = {name: option for name, option in SAMPLING.items() if name not in ("max_
 def add_to(commands: Commands) -> None:
     """Add `serve`."""
     parser = commands.add_parser("serve", help="a running OpenAI-compatible server under load", formatter_class=Help)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="address of the server")
+    parser.add_argument("--base-url", metavar="URL", help="address of the server, instead of --host and --port")
+    parser.add_argument("--host", default="127.0.0.1", help="the server's host")
+    parser.add_argument("--port", type=int, default=8000, help="the server's port")
     parser.add_argument("--backend", choices=("openai", "openai-chat"), default="openai", help="completions, or chat")
     parser.add_argument("--endpoint", metavar="PATH", help="default: /v1/completions or /v1/chat/completions")
     parser.add_argument("--model", metavar="NAME", help="its name on the server; default: the first that it lists")
@@ -136,18 +138,21 @@ def _target(args: argparse.Namespace) -> tuple[Target, str]:
     if not isinstance(extra, dict):
         raise ConfigError(f"--extra-body is {shown(extra)}; give a JSON object of fields")
     key = key_to_send(args.api_key)
+    base_url = args.base_url
+    if base_url is None:
+        base_url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     model, tokenizer = args.model, args.tokenizer
     if model is None or tokenizer is None:
-        listed = {each["id"]: each for each in asyncio.run(list_models(args.base_url, key))}
+        listed = {each["id"]: each for each in asyncio.run(list_models(base_url, key))}
         if not listed:
-            raise ConfigError(f"{args.base_url} lists no model; give one with --model")
+            raise ConfigError(f"{base_url} lists no model; give one with --model")
         model = model or next(iter(listed))
         tokenizer = tokenizer or listed.get(model, {}).get("root") or model
     fields = {name: getattr(args, name) for name in _SENT if getattr(args, name) is not None}
     if args.ignore_eos:
         fields["ignore_eos"] = True
     target = Target(
-        url=args.base_url.rstrip("/") + "/" + (args.endpoint or ENDPOINTS[args.backend]).lstrip("/"),
+        url=base_url.rstrip("/") + "/" + (args.endpoint or ENDPOINTS[args.backend]).lstrip("/"),
         model=model,
         backend=args.backend,
         api_key=key,

@@ -99,6 +99,15 @@ def test_serve_with_a_file(model_path: Path, tmp_path: Path) -> None:
     assert [(body["prompt"], body["max_tokens"]) for _, _, body in server.requests] == [("w5 w6", 3)] * 2
 
 
+def test_serve_by_host_and_port(model_path: Path) -> None:
+    server = FakeOpenAI(three_tokens, root=str(model_path))
+    argv = ["--num-prompts", "2", "--input-len", "5", "--disable-tqdm"]
+    with server.in_thread() as url:
+        host, port = url.removeprefix("http://").split(":")
+        assert main(["bench", "serve", *argv, "--host", host, "--port", port]) == 0
+    assert len(server.requests) == 2
+
+
 def test_serve_with_failures(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeOpenAI(lambda body: refusal(503, "the queue is full"))
     with server.in_thread() as url:
@@ -150,6 +159,9 @@ def test_serve_opens_more_files_than_a_shell_allows(model_path: Path) -> None:
         (["--extra-body", "[1]"], "--extra-body is [1]; give a JSON object"),
         (["--max-concurrency", "0"], "max_concurrency is 0"),
         (["--base-url", "http://127.0.0.1:1"], "start one with `vattn serve`"),
+        (["--base-url", "http://127.0.0.1:1", "--port", "2"], "no server answers at http://127.0.0.1:1"),
+        (["--host", "::1", "--port", "1"], "no server answers at http://[::1]:1"),
+        (["--port", "65536"], "'http://127.0.0.1:65536' is no address of a server"),
         (["--model", "m", "--tokenizer", "/nowhere/at/all"], "give its path or hub id with --tokenizer"),
     ],
 )
