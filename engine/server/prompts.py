@@ -16,7 +16,7 @@ from ..requests.prompts import TokenizedPrompt
 from ..requests.request import InvalidRequest
 from .errors import bad
 from .limits import Limits
-from .protocol import ChatRequest, CompletionRequest, Message, Sampling, Templated
+from .protocol import ChatRequest, CompletionRequest, GenerateRequest, Message, Sampling, Templated
 from .workers import Check
 
 # Characters that are tokenized at a time to find out whether a text is too long. A character takes the tokenizer up to
@@ -44,7 +44,13 @@ class Prompts:
         self._chat_template = chat_template
 
     def read(
-        self, prompts: Sequence[str | list[int]], body: Sampling, max_tokens: int | None, check: Check, *, default: int
+        self,
+        prompts: Sequence[str | list[int]],
+        body: CompletionRequest | GenerateRequest,
+        max_tokens: int | None,
+        check: Check,
+        *,
+        default: int,
     ) -> list[TokenizedPrompt]:
         """Prompts as token ids, of a length that leaves room for `max_tokens`.
 
@@ -55,10 +61,11 @@ class Prompts:
             InvalidRequest, ApiError: 400, one of them is not possible.
         """
         read: list[TokenizedPrompt] = []
+        special = body.add_special_tokens is not False
         room = self._limits.tokens
         for prompt in prompts:
             check()
-            read.append(self._read(prompt, body, max_tokens, check, default=default, special=special_tokens(body)))
+            read.append(self._read(prompt, body, max_tokens, check, default=default, special=special))
             room -= len(read[-1].token_ids)
             if room < 0:
                 raise bad(
@@ -221,11 +228,6 @@ class Prompts:
                 param,
                 "context_length_exceeded",
             )
-
-
-def special_tokens(body: Sampling) -> bool:
-    """Whether special tokens are added to a text."""
-    return not isinstance(body, CompletionRequest) or body.add_special_tokens is not False
 
 
 def _characters(message: Message) -> int:

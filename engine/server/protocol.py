@@ -187,6 +187,7 @@ class DetokenizeRequest(_Body):
 
 class GenerateRequest(Sampling):
     prompt: Text
+    add_special_tokens: bool | None = None
 
 
 # Answers. They are written by hand, since that takes less time than a model; tests hold them to these.

@@ -396,6 +396,9 @@ def test_special_tokens_can_be_left_out() -> None:
                 body = {"prompt": "w", "max_tokens": 1, "return_token_ids": True, **fields}
                 answer = (await http.post("/v1/completions", json=body)).json()
                 assert answer["choices"][0]["prompt_token_ids"] == want
+                before = metric((await http.get("/metrics")).text, "vllm:prompt_tokens_total")
+                assert (await http.post("/generate", json=body)).status_code == 200
+                assert metric((await http.get("/metrics")).text, "vllm:prompt_tokens_total") == before + len(want)
                 body = {"prompt": "w", **{name: fields[name] for name in fields if name == "add_special_tokens"}}
                 assert (await http.post("/tokenize", json=body)).json()["tokens"] == want
 
