@@ -18,8 +18,8 @@ from vattn.cache import KVCache
 from vattn.config import KVConfig, budget_bytes, resolve
 from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength, OutOfPages, VattnError
 from vattn.groups import TensorGroup
+from vattn.hf.attended import Coded
 from vattn.hf.batch_rows import BatchRows
-from vattn.hf.decoding import Coded
 from vattn.layout import Layout
 from vattn.pool.pool import PagePool
 from vattn.pool.shared import is_shared, shared_pool
@@ -104,7 +104,7 @@ class View:
         shape: batch, heads and both head sizes.
         dtype: the element type of keys and values.
         accepts: the element types that it represents without loss.
-        decodes: whether SDPA's decode steps are computed as `vattn.hf.decoding` says.
+        attended: whether SDPA computes as `vattn.hf.attended` says.
     """
 
     keys: Tensor
@@ -113,7 +113,7 @@ class View:
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
     accepts: frozenset[torch.dtype]
-    decodes: bool
+    attended: bool
 
     def takes(self, key: Tensor, value: Tensor) -> bool:
         """Whether an update with these K and V needs no further checks."""
@@ -793,7 +793,7 @@ class Storage:
             (count, shape.num_kv_heads, shape.head_dim, shape.v_head_dim),
             shape.dtype,
             _represented(shape.dtype),
-            decodes=shape.device.type == "cpu" and self._config._attn_implementation in ("sdpa", "vattn"),
+            attended=shape.device.type == "cpu" and self._config._attn_implementation in ("sdpa", "vattn"),
         )
 
     def stats(self) -> CacheStats:

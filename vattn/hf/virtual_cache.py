@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from vattn.config import OF_ONE_GROUP, KVConfig
 from vattn.errors import ConfigError, InvalidLength, UnsupportedModel, VattnError
-from vattn.hf.decoding import DecodedKeys, as_plain
+from vattn.hf.attended import Attended, as_plain
 from vattn.hf.storage import Saved, Storage, View
 from vattn.integers import as_int, shown
 from vattn.pool.pool import PagePool
@@ -52,8 +52,8 @@ class VirtualCache(DynamicCache):
     Rows are contiguous in virtual memory. Pages are mapped as tokens arrive; those for the next token are mapped while
     the model computes. Batch size, heads, head sizes, element type and device are those of the first update. Supports
     everything that `generate()` does with a `DynamicCache`, which is its base class because code asks for one before it
-    crops, for example; beams share the pages of their common prefix. Decode steps on a CPU attend by vattn's own
-    kernels where these can compute them (`vattn.hf.decoding`); the model itself is not changed.
+    crops, for example; beams share the pages of their common prefix. On a CPU, vattn's own kernels compute attention
+    where they can (`vattn.hf.attended`); the model itself is not changed.
 
     Also a context manager that closes the cache. The memory is freed with the last reference, too.
 
@@ -354,11 +354,11 @@ class VirtualLayer(CacheLayerMixin):
             view.keys.narrow(2, start, tokens).copy_(key_states)
             view.values.narrow(2, start, tokens).copy_(value_states)
             keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
-            if view.decodes:
-                keys = keys.as_subclass(DecodedKeys)
+            if view.attended:
+                keys, values = keys.as_subclass(Attended), values.as_subclass(Attended)
         else:
             view.store(key_states, value_states, start)
-            keys, values = view.coded(first, end) if view.decodes else view.read(first, end)
+            keys, values = view.coded(first, end) if view.attended else view.read(first, end)
         storage.lengths[index] = end
         storage.initialized[index] = True
         return keys, values

@@ -224,7 +224,8 @@ def test_iteration_is_that_of_a_dynamic_cache(family: str) -> None:
             model(IDS, **{CACHE: theirs})
         for ours, other in zip(cache, theirs, strict=True):
             assert len(ours) == len(other)
-            assert all(torch.equal(a, b) if b is not None else a is None for a, b in zip(ours, other, strict=True))
+            for a, b in zip(ours, other, strict=True):
+                torch.testing.assert_close(a, b)
         if family == "llama":
             again = DynamicCache(list(cache))
             cache.close()
@@ -392,7 +393,7 @@ def gradients(model: transformers.PreTrainedModel, cache: Any, prefix: int) -> l
 @pytest.mark.parametrize("prefix", [0, 25])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 def test_gradients_flow_through_new_tokens(family: str, prefix: int) -> None:
-    model = make_model(family)
+    model = make_model(family).double()  # rounding is multiplied on the way back
     want = gradients(model, DynamicCache(config=model.config), prefix)
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         got = gradients(model, cache, prefix)

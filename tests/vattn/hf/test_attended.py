@@ -1,4 +1,4 @@
-"""Keys and values of which codes are stored: decode steps read the codes, anything else what they stand for."""
+"""What SDPA computes by vattn's kernels, for which masks, and what other operations see of codes and repeated keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vattn import cpu
-from vattn.hf.decoding import Coded, DecodedKeys, as_plain
+from vattn.hf.attended import Attended, Coded, Repeated, as_plain
 from vattn.quantised import dequantise, quantise
 
 
@@ -84,10 +84,104 @@ def test_padding_on_the_left(order: str, hidden: list[int], folded: bool, native
     asked, gqa = (query.view(len(hidden), 2, 3, 16), False) if folded else (query, True)
     for _ in range(2):
         output = scaled_dot_product_attention(
-            asked, keys.as_subclass(DecodedKeys), values, padding(hidden, 50), enable_gqa=gqa
+            asked, keys.as_subclass(Attended), values, padding(hidden, 50), enable_gqa=gqa
         )
         torch.testing.assert_close(output.reshape(expected.shape), expected)
     assert native.call_count == 2
+
+
+def causal(hidden: list[int], queries: int, tokens: int, window: int = 10**6) -> Tensor:
+    """The mask of the last `queries` of `tokens` tokens."""
+    place = torch.arange(tokens)
+    query = place[tokens - queries :, None]
+    return (place <= query) & (place > query - window) & (place >= torch.tensor(hidden)[:, None, None, None])
+
+
+def repeated(rows: Tensor, times: int) -> Tensor:
+    """As transformers repeats keys and values of grouped heads."""
+    batch, heads, tokens, head_dim = rows.shape
+    opened = rows[:, :, None, :, :].expand(batch, heads, times, tokens, head_dim)
+    return opened.reshape(batch, heads * times, tokens, head_dim)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("hidden", "queries", "window"),
+    [
+        ([0, 0], 50, None),  # a prompt
+        ([0, 0], 7, None),  # a chunk, or drafts
+        ([30, 0], 7, None),
+        ([45, 2], 7, None),  # some queries are of padding
+        ([9, 0, 1], 50, None),
+        ([0, 0], 50, 20),
+        ([0], 7, 20),
+    ],
+)
+def test_several_queries_with_a_mask(
+    order: str, hidden: list[int], queries: int, window: int | None, times: int, native: Mock
+) -> None:
+    keys, values = (rows(order, hidden, 50, 2, head_dim) for head_dim in (16, 24))
+    for row, first in enumerate(hidden):  # there is something in padding, too
+        keys[row, :, :first], values[row, :, :first] = torch.randn(2, first, 16), torch.randn(2, first, 24)
+    query, mask = torch.randn(len(hidden), 2 * times, queries, 16), causal(hidden, queries, 50, window or 50)
+    exact = [repeated(each, times).double() for each in (keys, values)]
+    expected = scaled_dot_product_attention(query.double(), *exact, mask).float()
+    with torch.no_grad():
+        ours = [repeated(each.as_subclass(Attended), times) for each in (keys, values)]
+    output = scaled_dot_product_attention(query, *ours, mask)
+    torch.testing.assert_close(output, expected)
+    assert native.call_count == 1
+    if times > 1:
+        assert all(isinstance(each, Repeated) and not each.is_read for each in ours)
+
+
+@pytest.mark.parametrize("kind", ["plain", "coded"])
+def test_a_prompt(kind: str, native: Mock) -> None:
+    keys, plain_keys = coded(2, 2, 50, 16)
+    values, plain_values = coded(2, 2, 50, 24)
+    query = torch.randn(2, 50, 6, 16).transpose(1, 2)
+    expected = scaled_dot_product_attention(
+        *(each.double() for each in (query, plain_keys, plain_values)), is_causal=True, enable_gqa=True
+    )
+    asked = (keys, values) if kind == "coded" else (plain_keys.as_subclass(Attended), plain_values)
+    output = scaled_dot_product_attention(query, *asked, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(output.double(), expected, atol=1e-4, rtol=1e-4)
+    assert native.call_count == 1
+    assert not keys.is_read
+
+
+def test_repeated_keys_are_keys() -> None:
+    """For anything else than SDPA; and where gradients may be asked for, they are torch's from the start."""
+    plain, codes = torch.randn(2, 3, 5, 8), coded(2, 3, 5, 8)[0]
+    for rows in (plain.as_subclass(Attended), codes):
+        with torch.no_grad():
+            lazy = repeated(rows, 4)
+        assert isinstance(lazy, Repeated)
+        assert torch.equal(lazy + 0, repeated(as_plain(rows), 4))
+        assert torch.equal(copy.deepcopy(lazy), repeated(as_plain(rows), 4))
+        assert repr(lazy) == repr(repeated(as_plain(rows), 4))
+        assert not isinstance(repeated(rows, 4), Repeated)
+    rows = plain.as_subclass(Attended)
+    with torch.no_grad():
+        for other in (
+            rows[:, :, None, :2, :],
+            rows[:, :, None],
+            rows[:, :, None, :, :].reshape(6, 5, 8),
+            rows[:, :, None, :, :].expand(2, 3, 4, 5, 8)[0],
+            rows[:, :, None, :, :].expand(2, 3, 4, 5, 8).reshape(2, 3, 20, 8),
+            rows[:, :, None, :, :].expand(2, 3, -1, 5, 8),
+        ):
+            assert not isinstance(other, Repeated)
+    torch.testing.assert_close(rows[:, :, None, :, :].expand(2, 3, 4, 5, 8)[1, 2, 3], plain[1, 2])
+
+
+def test_only_keys_are_repeated(native: Mock) -> None:
+    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 4, 50, 16)
+    with torch.no_grad():
+        lazy = repeated(keys.as_subclass(Attended), 2)
+    output = scaled_dot_product_attention(query, lazy, values)
+    torch.testing.assert_close(output, scaled_dot_product_attention(query, repeated(keys, 2), values))
 
 
 def test_a_mask_that_changes_between_layers(native: Mock) -> None:
@@ -95,7 +189,7 @@ def test_a_mask_that_changes_between_layers(native: Mock) -> None:
     for hidden in ([5, 0], [5, 9], [0, 9]):
         mask.copy_(padding(hidden, 50))
         query, keys, values = torch.randn(2, 2, 1, 16), rows("HND", hidden, 50, 2, 16), rows("HND", hidden, 50, 2, 16)
-        output = scaled_dot_product_attention(query, keys.as_subclass(DecodedKeys), values, mask)
+        output = scaled_dot_product_attention(query, keys.as_subclass(Attended), values, mask)
         torch.testing.assert_close(output, exactly(query, keys, values, hidden))
     assert native.call_count == 3
 
@@ -109,15 +203,30 @@ def _masks() -> dict[str, Tensor]:
     everything = padding([0, 50], 50)
     by_head = torch.ones(2, 4, 1, 50, dtype=torch.bool)
     by_head[:, 1, :, :5] = False
+    seen_by_another = causal([0, 0], 50, 50)[:, :, 3:4]
     added = torch.randn(2, 1, 1, 50)
     return dict(locals())
+
+
+@pytest.mark.parametrize(
+    "change", [(0, 0, 3, 2, False), (1, 0, 0, 49, True), (0, 0, 6, 49, False), (1, 0, slice(None), 10, False)]
+)
+def test_masks_of_several_queries_that_the_kernels_do_not_know(
+    change: tuple[int | slice | bool, ...], native: Mock
+) -> None:
+    query, keys, values = torch.randn(2, 4, 7, 16), torch.randn(2, 4, 50, 16), torch.randn(2, 4, 50, 16)
+    mask = causal([0, 4], 7, 50)
+    mask[change[:-1]] = change[-1]
+    output = scaled_dot_product_attention(query, keys.as_subclass(Attended), values, mask)
+    torch.testing.assert_close(output, scaled_dot_product_attention(query, keys, values, mask))
+    assert native.call_count == 0
 
 
 @pytest.mark.parametrize("name", list(_masks()))
 def test_masks_that_the_kernels_do_not_know(name: str, native: Mock) -> None:
     query, keys, values = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 50, 16), torch.randn(2, 4, 50, 16)
     mask = _masks()[name]
-    output = scaled_dot_product_attention(query, keys.as_subclass(DecodedKeys), values, mask)
+    output = scaled_dot_product_attention(query, keys.as_subclass(Attended), values, mask)
     torch.testing.assert_close(output, scaled_dot_product_attention(query, keys, values, mask), equal_nan=True)
     assert native.call_count == 0
 
@@ -147,7 +256,7 @@ def test_steps_that_the_kernels_cannot_compute(how: dict[str, object]) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of its own kernel under vmap
 def test_queries_without_memory_are_torchs() -> None:
-    keys, values = (torch.randn(1, 2, 50, 16).as_subclass(DecodedKeys) for _ in range(2))
+    keys, values = (torch.randn(1, 2, 50, 16).as_subclass(Attended) for _ in range(2))
     with pytest.raises(RuntimeError, match="same device"):
         scaled_dot_product_attention(torch.empty(1, 2, 1, 16, device="meta"), keys, values)
     queries = torch.randn(3, 1, 2, 1, 16)
@@ -159,7 +268,7 @@ def test_queries_without_memory_are_torchs() -> None:
 def test_views_that_torch_negates() -> None:
     """As the imaginary part of a conjugate is."""
     query, keys, values = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
-    output = scaled_dot_product_attention(torch._neg_view(query), keys.as_subclass(DecodedKeys), values)
+    output = scaled_dot_product_attention(torch._neg_view(query), keys.as_subclass(Attended), values)
     torch.testing.assert_close(output, scaled_dot_product_attention(-query, keys, values))
 
 
@@ -191,7 +300,7 @@ def test_shapes_that_do_not_belong_together_are_for_torch(
     key: Tensor
     key, plain = coded(*keys)
     if kind == "plain":
-        key = plain.as_subclass(DecodedKeys)
+        key = plain.as_subclass(Attended)
 
     def result(rows: Tensor) -> Tensor | str:
         try:
@@ -208,7 +317,7 @@ def test_shapes_that_do_not_belong_together_are_for_torch(
 
 def test_copies_are_plain() -> None:
     rows, plain = coded(1, 2, 5, 8)
-    decoded = plain.as_subclass(DecodedKeys)
+    decoded = plain.as_subclass(Attended)
     for each in (rows, decoded):
         copied = copy.deepcopy(each)
         assert type(copied) is Tensor
