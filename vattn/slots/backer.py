@@ -74,7 +74,10 @@ class Backer(Decisions):
                 if lengths[slot] and not before[slot] and slot not in crossing and slots.leftover(slot, lengths[slot]):
                     crossing = [*crossing, slot]  # shorter than announced, and its window was unmapped already
         used = self._bands.used_tokens
-        lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
+        lowered: Sequence[int] = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
+        if receding:  # those that begin anew lose the window that launched kernels may read
+            anew = (slot for slot in receding if not lengths[slot] and not self._bands.sees(slot, 0))
+            lowered = [*lowered, *(slot for slot in anew if slot not in used)]
         given = None if stream is None else self._fences.handle(stream)
         closed = self._fences.launched()
         act = bool(crossing or announced or closed or slots.leaving)
@@ -107,7 +110,7 @@ class Backer(Decisions):
         Args:
             targets: the lengths of the slots in which pages may have to be mapped.
             lengths: the lengths of all slots of the step.
-            lowered: the slots whose length decreases into used blocks.
+            lowered: as for `SlotTable.set_lengths`.
             handle: the stream of the caller's kernels.
             capturing: whether that stream is capturing a graph.
         """

@@ -41,7 +41,8 @@ class Known:
         admitted: how many of the blocks the request was admitted with, and still has.
         published: blocks that the request was the first to commit.
         salt: the salt that the keys start from.
-        rewound: whether the length decreased into blocks, so that launched kernels may read blocks that have to leave.
+        rewound: whether the length decreased into blocks, or to 0 behind a window, so that launched kernels may read
+            pages that have to leave.
         sound: how many of the request's first blocks may be published, if what follows was taken back as wrong or
             computed on what was; None for all.
     """
@@ -226,7 +227,7 @@ class SlotTable:
 
         Args:
             lengths: the new lengths, by slot.
-            lowered: the slots whose length decreases into blocks that their requests use.
+            lowered: the slots whose length decreases into blocks that their requests use, or to 0 behind a window.
         """
         length, start = self.length, self.start
         if self._bands.windowed:
@@ -291,7 +292,7 @@ class SlotTable:
             change.put(self.leaving, slot, GONE)
 
     def _rewind(self, change: Change, slot: int) -> None:
-        """Adjusts the slot after its length decreased into blocks that its request uses."""
+        """Adjusts the slot after its length decreased into blocks that its request uses, or to 0 behind a window."""
         known, length, block_tokens = self.known[slot], self.length[slot], self._bands.block_tokens
         blocks = -(-self.backed(length) // block_tokens)
         if self._bands.used(slot) > blocks:

@@ -154,6 +154,25 @@ def test_what_a_running_request_has_beyond_its_length_waits_for_launched_kernels
     assert cache.page_map()[first].pages >= 2
 
 
+def test_a_request_that_begins_anew_waits_for_the_kernels_that_read_its_window(stub: Stub) -> None:
+    with make(sliding_window=64, overlap=False, memory_budget=32 * PAGE) as cache:
+        reqid, stream = cache.alloc_reqid(), stub.stream()
+        end = 3 * TOKENS + 500
+        for length in (end, end + 1, 4 * TOKENS + 1):
+            cache.step({reqid: length}, stream=stream)
+        assert cache.stats().calls["cuMemUnmap"].count > 0, "the first blocks have left the window"
+        stub.launch(stream, cache.layer(0)[0][reqid, end].data_ptr(), 512)
+        cache.step({reqid: 0}, stream=stream)
+        before = stub.calls("cuMemUnmap")
+        step = Background(lambda: cache.step({reqid: 10}, stream=stream))
+        wait_for_a_waiter(stub, step)
+        assert stub.calls("cuMemUnmap") == before
+        stub.complete(stream)
+        step.finish()
+        assert stub.calls("cuMemUnmap") > before
+        cache.check()
+
+
 def test_a_slot_waits_for_every_stream_that_used_it(stub: Stub, cache: vattn.KVCache) -> None:
     streams = [stub.stream(), stub.stream()]
     for stream in streams:
