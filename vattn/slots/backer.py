@@ -344,12 +344,18 @@ class Backer(Decisions):
         self._await_growth(dict.fromkeys(slots, tokens))
 
     def note_growths(self) -> None:
-        """Notes which background growth has finished: running requests need not stop at it then."""
+        """Notes which background growth has finished: running requests need not stop at it then.
+
+        Raises:
+            DriverError: as `Calls.settle`.
+        """
         slots = self._slots
         for slot in list(slots.pending):
             self.note_growth(slot)
             if slot in slots.length and slot not in slots.pending:
                 slots.set_limit(slot)
+        if self._core.mapper.failed:  # since the call began: tickets of growth that failed have passed too
+            self._core.settle()
 
     def note_growth(self, slot: int) -> None:
         """Notes that the slot's whole extent is ready, unless background growth is still under way."""

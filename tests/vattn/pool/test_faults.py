@@ -183,6 +183,30 @@ def test_a_failure_in_the_background_costs_nothing_but_a_wait() -> None:
     setup.close()
 
 
+def test_growth_that_fails_as_a_step_begins_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ticket passes when the step has seen that nothing failed before, and asks what has grown."""
+    setup = Setup()
+    reqid, worker = setup.cache.alloc_reqid(), setup.pool._core.worker
+    setup.cache.step({reqid: 63})
+    setup.check()
+    setup.table.hold("cuMemCreate", setup.table.ended["cuMemCreate"])
+    setup.table.fail(1, name="cuMemMap")
+    setup.cache.step({reqid: 64})  # queues the next block
+
+    def fail() -> None:
+        monkeypatch.undo()
+        setup.table.release()
+        worker.mapper.wait(worker.mapper.last)
+
+    monkeypatch.setattr(worker, "forget_done", fail)
+    setup.cache.step({reqid: 65})
+    assert setup.table.failed == "cuMemMap"
+    setup.check()
+    assert setup.cache.page_map()[reqid].mapped >= 65
+    assert setup.cache.stats().failures == 1
+    setup.close()
+
+
 def break_undoing(setup: Setup) -> tuple[int, int]:
     """Makes a step fail, and what should undo it, in a cache with a request of 100 tokens; its slot, and another."""
     reqid, other = setup.cache.alloc_reqid(), setup.cache.alloc_reqid()
