@@ -374,10 +374,12 @@ class Backer(Decisions):
         return waited
 
     def in_background(self, plan: Plan) -> int:
-        """Queues work that nobody waits for, or executes it at once without `overlap`; its ticket, or 0 without any."""
-        if self._config.overlap:
-            return self._core.submit(plan)
+        """Queues work that nobody waits for, or executes it at once without `overlap`; its ticket, or 0 without any.
+
+        What the call decided before becomes final, so the call does not fail with this work, which is reverted then.
+        """
         self._core.commit()
-        with contextlib.suppress(OutOfPages, DriverError):  # the pool reverts it, and counts it
-            return self._core.execute(plan)
+        run = self._core.submit if self._config.overlap else self._core.execute
+        with contextlib.suppress(OutOfPages, DriverError):
+            return run(plan)
         return 0

@@ -173,6 +173,20 @@ def test_a_request_that_begins_anew_waits_for_the_kernels_that_read_its_window(s
         cache.check()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_succeeds_where_what_left_a_window_cannot_be_fenced(stub: Stub, overlap: bool) -> None:
+    with make(sliding_window=64, overlap=overlap, memory_budget=32 * PAGE) as cache:
+        reqid, end = cache.alloc_reqid(), 3 * TOKENS + 500
+        cache.step({reqid: end})
+        stub.fail("cuEventRecord", 1, 999)
+        cache.step({reqid: end + 1})
+        cache.check()
+        assert (cache.length(reqid), cache.stats().mapped_pages) == (end + 1, 8)
+        cache.step({reqid: end + 2})
+        cache.check()
+        assert cache.stats().mapped_pages == 2
+
+
 def test_a_slot_waits_for_every_stream_that_used_it(stub: Stub, cache: vattn.KVCache) -> None:
     streams = [stub.stream(), stub.stream()]
     for stream in streams:
