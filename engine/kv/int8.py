@@ -15,7 +15,7 @@ from vattn.config import KVConfig
 from vattn.errors import ConfigError
 from vattn.quantised import KVCacheDtype, dequantise, quantise, quantised_groups
 
-from .base import StoredAs, register, to_host
+from .base import KVStats, StoredAs, register, to_host
 from .contiguous import ContiguousKV
 from .spec import PoolShare
 from .virtual import VirtualKV
@@ -49,7 +49,10 @@ class QuantisedKV(VirtualKV):
             replace(self._stored[layer], scales=(scales.key, scales.value))
             for layer, scales in zip(layers, map(self._scales.stored, layers), strict=True)
         ]
-        self._buffers = [torch.empty(0, dtype=self._dtype, device=config.device)] * 2
+        self._device = config.device
+        # What `read` dequantises keys and values into. Kernels that read codes never call it.
+        self._buffers: list[Tensor | None] = [None, None]
+        self._most_buffered = 0  # bytes
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
         (key, key_scales), (value, value_scales) = quantise(key), quantise(value)
@@ -77,15 +80,36 @@ class QuantisedKV(VirtualKV):
         super().write(layer, batch, *rows[:2])
         self._scales.write(layer, batch, *rows[2:])
 
+    def trim(self) -> int:
+        freed = super().trim() + self._buffered()
+        self._buffers = [None, None]
+        return freed
+
+    def stats(self) -> KVStats:
+        stats, buffered = super().stats(), self._buffered()
+        return replace(
+            stats,
+            reserved_bytes=stats.reserved_bytes + buffered,
+            physical_bytes=stats.physical_bytes + buffered,
+            peak_physical_bytes=stats.peak_physical_bytes + self._most_buffered,
+        )
+
     def close(self) -> None:
         self._scales.close()
-        self._codes, self._buffers = [], []
+        self._codes, self._buffers = [], [None, None]
         super().close()
+
+    def _buffered(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def _buffer(self, side: int, shape: Sequence[int]) -> Tensor:
         """Room for keys (0) or values (1) of a slot; reused for all slots, since a kernel reads one at a time."""
-        size = math.prod(shape)
-        if self._buffers[side].numel() < size:
+        size, buffer = math.prod(shape), self._buffers[side]
+        if buffer is None or buffer.numel() < size:
+            self._buffers[side] = buffer = None  # so that there are never two
             with torch.inference_mode(False):
-                self._buffers[side] = self._buffers[side].new_empty(size + size // 4)
-        return self._buffers[side][:size].view(shape)
+                buffer = torch.empty(size + size // 4, dtype=self._dtype, device=self._device)
+            self._buffers[side] = buffer
+            self._most_buffered = max(self._most_buffered, self._buffered())
+        return buffer[:size].view(shape)

@@ -165,6 +165,26 @@ def test_copies_are_exact() -> None:
     kv.close()
 
 
+def test_it_counts_what_it_dequantises_into_until_that_is_trimmed() -> None:
+    kv = make()
+    slot = kv.allocate(300)
+    kv.prepare({slot: 300})
+    kv.check()
+    before = kv.stats()
+    for length in (40, 100, 60):
+        kv.read(0, slot, length)
+    read = 2 * 125 * 2 * 16 * 2  # K and V, with a quarter more rows than the longest
+    held = kv.stats()
+    assert held.physical_bytes - before.physical_bytes == read
+    assert held.reserved_bytes - before.reserved_bytes == read
+    assert held.peak_physical_bytes - before.peak_physical_bytes == read
+    kv.free(slot)
+    assert kv.trim() == held.physical_bytes
+    assert kv.stats().physical_bytes == 0
+    assert kv.stats().peak_physical_bytes == kv.cache.stats().peak_mapped_bytes + read
+    kv.close()
+
+
 def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="only floating point"):
         make("int8")
