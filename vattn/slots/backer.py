@@ -205,7 +205,8 @@ class Backer(Decisions):
 
     def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
         """Queues the unmapping of what has left the windows of these slots; the worker waits for launched kernels."""
-        slots = [slot for slot in slots if self._bands.outlived(slot, self._slots.start[slot])]
+        starts, is_open = self._slots.start, self._fences.is_open
+        slots = [slot for slot in slots if self._bands.outlived(slot, starts[slot]) and not is_open(slot)]
         if not slots:
             return
 

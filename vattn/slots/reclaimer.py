@@ -214,7 +214,10 @@ class Reclaimer(Decisions, Tenant):
         self._slots.vacated(change, slot)
 
     def retire(self, change: Change, slot: int) -> None:
-        """Plans to unmap the pages that have left the slot's windows."""
+        """Plans to unmap the pages that have left the slot's windows. The worker waits for the slot's fences, as some
+        may be pages of the request before.
+        """
+        self._fences.guard(change, slot)
         self._bands.retire(change, slot, self._slots.start[slot])
 
     def vacate(self, change: Change, slots: Sequence[int]) -> None:

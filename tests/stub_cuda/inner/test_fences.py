@@ -173,6 +173,28 @@ def test_a_request_that_begins_anew_waits_for_the_kernels_that_read_its_window(s
         cache.check()
 
 
+def test_what_a_request_behind_a_window_finds_in_its_slot_waits_for_the_kernels_of_the_one_before(stub: Stub) -> None:
+    """On another stream, too, and as long as a capture keeps the event from being recorded, it stays."""
+    with make(sliding_window=64, overlap=False, memory_budget=32 * PAGE, max_batch_size=1) as cache:
+        first, streams = cache.alloc_reqid(), [stub.stream(), stub.stream()]
+        cache.step({first: 2 * TOKENS}, stream=streams[0])
+        launch(stub, streams[0], cache, first, 2 * TOKENS)
+        cache.free_reqid(first, streams[0])
+        second, end = cache.alloc_reqid(start=2 * TOKENS), 3 * TOKENS - 10
+        assert second == first
+        stub.capture(streams[0], True)
+        cache.step({second: end}, stream=streams[1])
+        stub.capture(streams[0], False)
+        before = stub.calls("cuMemUnmap")
+        step = Background(lambda: cache.step({second: end + 1}, stream=streams[1]))
+        wait_for_a_waiter(stub, step)
+        assert stub.calls("cuMemUnmap") == before
+        stub.complete(streams[0])
+        step.finish()
+        assert cache.stats().mapped_pages == 2
+        cache.check()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_succeeds_where_what_left_a_window_cannot_be_fenced(stub: Stub, overlap: bool) -> None:
     with make(sliding_window=64, overlap=overlap, memory_budget=32 * PAGE) as cache:
