@@ -46,7 +46,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "profile",
         "simulate",
     ),
-    "In other engines": ("cache", "plugin", "shared_budget"),
+    "In other engines": ("cache", "passes", "plugin", "shared_budget"),
 }
 
 PUBLISHED: dict[str, tuple[Published, ...]] = {

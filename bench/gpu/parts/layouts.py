@@ -20,7 +20,7 @@ from vattn.units import parse_bytes
 
 ABOUT = "decode attention by layout, against pre-allocated tensors"
 RANK = 15
-SECONDS = 45
+SECONDS = 35
 
 
 def run(quick: bool) -> Report:

@@ -22,7 +22,7 @@ from vattn.attention import Case, adapters
 
 ABOUT = "attention by kernels that may be there (flash-attn 3, FlashInfer), and over blocks of 16 tokens"
 RANK = 19
-SECONDS = 60
+SECONDS = 50
 
 _KERNELS = (*(["torch_sdpa"] if STUB else []), "flash_attn_2", "torch_flash", "flash_attn_3", "flashinfer")
 _BLOCK_SIZES = {"virtual": None, "static": None, "paged": BLOCK_SIZE, SMALL_BLOCKS: 16}

@@ -20,7 +20,7 @@ from bench.harness.report import Goal, Report
 
 ABOUT = "compute-sanitizer over the cache's device tests"
 RANK = 20
-SECONDS = 100
+SECONDS = 60
 
 _ROOT = Path(__file__).parents[3]
 _TESTS = "tests/gpu/test_cache_device.py"

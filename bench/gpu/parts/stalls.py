@@ -24,7 +24,7 @@ from bench.harness.report import Goal, Report, Row
 
 ABOUT = "latency of launches while another thread makes memory calls"
 RANK = 4
-SECONDS = 50
+SECONDS = 40
 
 _IN_A_ROW = 100  # launches before the device is waited for: its queue must not fill up
 _PAUSE = 5e-5  # seconds before each launch: it leaves Python's lock to the other thread
