@@ -226,7 +226,7 @@ def _item(owner: set[str], key: object) -> set[str]:
 
 
 def _message(message: object, as_parts: bool) -> dict[str, Any]:
-    """A message with its content as text, or as parts, and with the arguments of tools as values."""
+    """A message for a template: content as text or parts, arguments of tools as values, reasoning by both names."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(
             f"a message is a mapping, such as {{'role': 'user', 'content': ...}}; this is {shown(message)}",
@@ -239,9 +239,16 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
     # As in vLLM: templates expect what a tool says as text, whatever they expect of others.
     content = parts if as_parts and role != "tool" else "\n".join(part["text"] for part in parts if part["text"])
     fields = {key: value for key, value in message.items() if value or key not in CALLS}
-    if role == "assistant" and "tool_calls" in fields:
-        _check_list("tool_calls of a message is a list of calls", fields["tool_calls"])
-        fields["tool_calls"] = [_call(call) for call in fields["tool_calls"]]
+    if role == "assistant":
+        if "tool_calls" in fields:
+            _check_list("tool_calls of a message is a list of calls", fields["tool_calls"])
+            fields["tool_calls"] = [_call(call) for call in fields["tool_calls"]]
+        reasoning = fields.get("reasoning")
+        if reasoning is None:
+            reasoning = fields.get("reasoning_content")
+        if reasoning is not None:
+            # As in vLLM: some templates read the one, some the other.
+            fields |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return {**fields, "content": content}
 
 

@@ -100,6 +100,24 @@ def test_a_message_without_calls_has_no_field_for_them(empty: object) -> None:
     assert render(make_tokenizer(), conversation, chat_template=template) == "w"
 
 
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({"reasoning": "hm"}, "hm|hm"),
+        ({"reasoning_content": "hm"}, "hm|hm"),
+        ({"reasoning": "hm", "reasoning_content": "ah"}, "hm|hm"),
+        ({"reasoning": None, "reasoning_content": "ah"}, "ah|ah"),
+        ({"reasoning": "", "reasoning_content": "ah"}, "|"),
+        ({}, "-|-"),
+    ],
+)
+def test_reasoning_reaches_the_template_under_both_names(fields: dict[str, Any], seen: str) -> None:
+    template = "{{ messages[0].reasoning | default('-') }}|{{ messages[0].reasoning_content | default('-') }}"
+    conversation = [{"role": "assistant", "content": "w", **fields}]
+    assert render(make_tokenizer(), conversation, chat_template=template) == seen
+    assert conversation == [{"role": "assistant", "content": "w", **fields}], "the caller's own was changed"
+
+
 def test_calls_in_other_shapes_reach_the_template() -> None:
     template = "{% for c in messages[0].tool_calls %}{{ c.name or c }}{% endfor %}"
     conversation = calling(tool_calls=[{"name": "f", "arguments": "x"}, "g"])
