@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from vattn.integers import shown
 
 from ..checks import check_encodable, checked_choice
 from .request import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 ContentFormat = Literal["auto", "string", "openai"]
@@ -64,7 +67,7 @@ def render(
     Args:
         conversation: messages with "role" and "content", and whatever else the template knows. A content is text, None
             for none, or a list of parts, such as `{"type": "text", "text": "Hello"}`. The arguments of `tool_calls` are
-            values, or JSON.
+            mappings, or JSON of one; what is neither counts as none.
         chat_template: a template in place of the tokenizer's, or the name of one of several.
         chat_template_content_format: how the template gets contents: "openai", as lists of parts; "string", as text,
             parts joined by line breaks; "auto", as lists where the template loops over them, and else as text.
@@ -253,7 +256,7 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
 
 
 def _call(call: object) -> object:
-    """A call of a tool; its arguments are a value for templates, and JSON in OpenAI's shape."""
+    """A call of a tool; its arguments are a mapping for templates, and JSON in OpenAI's shape."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -261,11 +264,14 @@ def _call(call: object) -> object:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(
-                f"a message has a tool call with the arguments {shown(arguments)}, which are no JSON: {error}",
-                param=_MESSAGES,
-            ) from error
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        # As in vLLM: what a model once wrote is in the conversation for good, which has to go on.
+        logger.warning(
+            "a tool call of %s has arguments that are no JSON object and count as none", shown(function.get("name"))
+        )
+        arguments = {}
     return {**cast(Mapping[str, Any], call), "function": {**function, "arguments": arguments}}
 
 
