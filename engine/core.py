@@ -607,6 +607,8 @@ class EngineCore:
             failure: why there is no token, if the sampler says so.
         """
         if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
+            if token is None:  # of a chunk of one token, only its logits say that its keys and values are not finite
+                request.publishes = False
             self._copy_rest(request)
             self.scheduler.finish(request, FinishReason.LENGTH)
             if request.index == 0:

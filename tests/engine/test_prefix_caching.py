@@ -328,6 +328,23 @@ def test_completions_of_a_prefill_that_is_not_finite_do_not_publish_it(caching_k
     assert again.num_cached_tokens == 0
 
 
+def test_a_last_chunk_of_one_token_that_is_not_finite_is_not_published(caching_kv: str) -> None:
+    """With max_tokens=0 the request does not fail, since it needs no token."""
+    prompt = make_prompts([64])[0]
+    longer = prompt + make_prompts([8], seed=5)[0]
+    want = expected("llama", longer, MAX_TOKENS)
+    with make_llm("llama", caching_kv, max_num_batched_tokens=63, max_num_seqs=2) as llm:
+        assert len(prompt) % llm.core.kv.prefix_block_tokens == 0
+        llm.add_request("a", prompt, SamplingParams(max_tokens=0))
+        assert llm.step() == []
+        with poisoned(llm.model.get_input_embeddings()):
+            (output,) = llm.step()
+        assert output.outputs[0].finish_reason == "length"
+        again = run(llm, [longer])[0]
+    assert tokens([again]) == [want]
+    assert again.num_cached_tokens < len(prompt)
+
+
 def test_what_no_window_reaches_is_not_published_either(caching_kv: str) -> None:
     """The request itself is none the worse for it; one that continued the poisoned block would be."""
     family = "mistral-window"
