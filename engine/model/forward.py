@@ -37,7 +37,8 @@ class FiniteChunks(Mapping[Request, bool]):
 
     A token attends to itself in every layer, whatever the window: if its keys or values are NaN, or its values
     infinite, so is what it brings to the next layer, and its keys and values there are NaN. The last token of a chunk
-    is not enough, since windows may hide the wrong ones from it.
+    is not enough, since windows may hide the wrong ones from it. One token that is sampled from is no chunk: its logits
+    say it.
 
     Attributes:
         tokens: of the step, `[T]` bool on the device; None if there are no chunks.

@@ -136,7 +136,7 @@ class ModelRunner:
             for position in request.unscored(entry.start, entry.end):
                 prompt_rows.append(PromptRow(request, position))
                 prompt_places.append(len(tokens) + position - entry.start)
-            if len(entry) > 1 and request.publishes:
+            if request.publishes and (len(entry) > 1 or not entry.samples):
                 chunks[request] = slice(len(tokens), len(tokens) + len(entry))
             tokens += request.token_ids(entry.start, entry.end)
             if entry.samples:

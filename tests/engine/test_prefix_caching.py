@@ -345,15 +345,18 @@ def test_a_last_chunk_of_one_token_that_is_not_finite_is_not_published(caching_k
     assert again.num_cached_tokens < len(prompt)
 
 
-def test_what_no_window_reaches_is_not_published_either(caching_kv: str) -> None:
+@pytest.mark.parametrize(("chunk", "steps", "token"), [(32, 0, 5), (1, 5, 0)])
+def test_what_no_window_reaches_is_not_published_either(caching_kv: str, chunk: int, steps: int, token: int) -> None:
     """The request itself is none the worse for it; one that continued the poisoned block would be."""
     family = "mistral-window"
     prompt = make_prompts([64])[0]
     longer = [prompt[:30] + tail for tail in make_prompts([8, 30], seed=5)]
     want = [expected(family, each, MAX_TOKENS) for each in (prompt, *longer)]
-    with make_llm(family, caching_kv, max_num_batched_tokens=32, max_num_seqs=2) as llm:
+    with make_llm(family, caching_kv, max_num_batched_tokens=chunk, max_num_seqs=1) as llm:
         llm.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
-        with poisoned(values_of_the_last_layer(llm), token=5):
+        for _ in range(steps):
+            assert llm.step() == []
+        with poisoned(values_of_the_last_layer(llm), token=token):
             assert llm.step() == []
         outputs: list[RequestOutput] = []
         while llm.has_unfinished():
