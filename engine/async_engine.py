@@ -38,7 +38,7 @@ from .metrics import Metric
 from .requests.intake import as_params, refuse_lora
 from .requests.outputs import RequestOutput
 from .requests.prompts import Prompt
-from .requests.request import InvalidRequest
+from .requests.request import InvalidRequest, check_request_id
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .roles.prefiller import Prefiller
 from .streams import Stream
@@ -240,6 +240,7 @@ class AsyncEngine:
         """
         refuse_lora(lora_request)
         name = self._new_name("async") if request_id is None else request_id
+        check_request_id(name)
         (stream,) = await self._add({name: prompt}, sampling_params, priority)
         return stream
 
@@ -306,8 +307,18 @@ class AsyncEngine:
         return streams
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        """End one or several requests soon; each stream gets a last output. No effect if a name is unknown."""
-        names = [request_id] if isinstance(request_id, str) else request_id
+        """End one or several requests soon; each stream gets a last output. No effect if a name is unknown.
+
+        Raises:
+            InvalidRequest: a name is no text; none of the requests ends.
+        """
+        if isinstance(request_id, bytes) or not isinstance(request_id, Iterable):
+            raise InvalidRequest(
+                f"request_id is {shown(request_id)}; give text, or a list of names", param="request_id"
+            )
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        for name in names:
+            check_request_id(name)
         with self._changed:
             known = [self._streams[name] for name in names if name in self._streams]
             self._aborting += known

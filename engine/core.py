@@ -42,7 +42,7 @@ from .requests.intake import Intake
 from .requests.logprobs import Logprob, token_logprobs
 from .requests.outputs import RequestGroup, RequestOutput
 from .requests.prompts import Prompt, PromptReader
-from .requests.request import FinishReason, InvalidRequest, Request, Rest, State
+from .requests.request import FinishReason, InvalidRequest, Request, Rest, State, check_request_id
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .requests.text import TokenText
 from .roles.decoder import RemotePrefills
@@ -225,9 +225,10 @@ class EngineCore:
         """Check a prompt and build its requests, which `add_group` then queues. Any thread may do this.
 
         Raises:
-            InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
+            InvalidRequest: says what is wrong, with the name, the prompt or token ids in `sampling`.
             EngineClosed: the engine is closed.
         """
+        check_request_id(request_id)
         (group,) = self.make_groups({request_id: prompt}, sampling, kind=kind, priority=priority)
         return group
 
@@ -269,8 +270,10 @@ class EngineCore:
             Its last output; None for a request that is unknown or finished.
 
         Raises:
+            InvalidRequest: the name is no text.
             EngineBusy: another thread uses this LLM.
         """
+        check_request_id(request_id)
         if self._closed:
             return None
         self._check_usable("abort", closing=False)

@@ -317,7 +317,8 @@ class LLM:
             priority: lower runs earlier; for `scheduling_policy="priority"`.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long, outside the vocabulary, or would never fit the cache.
+            InvalidRequest: the name is no text or taken, or the prompt is empty, too long, outside the vocabulary, or
+                would never fit the cache.
             EngineBusy, EngineClosed: as for `generate`.
         """
         params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
@@ -334,6 +335,7 @@ class LLM:
             What it had; None for a request that is unknown or finished.
 
         Raises:
+            InvalidRequest: the name is no text.
             EngineBusy: another thread uses this LLM.
         """
         output = self.core.abort(request_id)

@@ -75,8 +75,6 @@ class Intake:
             grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos)
         groups = []
         for request_id, prompt in prompts.items():
-            if not isinstance(request_id, str):
-                raise InvalidRequest(f"request_id is {shown(request_id)}; give text", param="request_id")
             read = self.prompts.read(prompt)
             longest = self.max_model_len
             if sampling.max_tokens is not None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vattn.errors import VattnError
+from vattn.integers import shown
 from vattn.prefix import TokenIds
 
 from .bad_words import BadWords
@@ -42,6 +43,12 @@ class InvalidRequest(VattnError, ValueError):
 
 class ContextTooLong(InvalidRequest):
     """A prompt that leaves no room for an output within `max_model_len`."""
+
+
+def check_request_id(request_id: object) -> None:
+    """Raise an InvalidRequest for a name that is no text."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"request_id is {shown(request_id)}; give text", param="request_id")
 
 
 class IllegalTransition(VattnError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -201,6 +202,27 @@ def test_abort_by_name() -> None:
             assert len([output async for output in other]) == 8
             again = await engine.add([2, 3, 4], GREEDY, request_id="a")
             assert len([output async for output in again]) == 8
+
+    run(test())
+
+
+def test_names_are_text() -> None:
+    async def test() -> None:
+        llm = make_llm()
+        go_on = hold(llm)
+        async with serving(llm) as engine:
+            stream = await engine.add([2, 3, 4], GREEDY, request_id="a")
+            names: tuple[Any, ...] = (5, b"a", ["a"])
+            for name in names:
+                with pytest.raises(InvalidRequest, match=f"request_id is {re.escape(repr(name))}; give text"):
+                    await engine.add([2], GREEDY, request_id=name)
+                with pytest.raises(InvalidRequest, match=f"request_id is {re.escape(repr(name))}; give text"):
+                    engine.abort(["a", name])
+            for name in names[:2]:
+                with pytest.raises(InvalidRequest, match=f"{re.escape(repr(name))}; give text, or a list of names"):
+                    engine.abort(name)
+            go_on.set()
+            assert len([output async for output in stream]) == 8
 
     run(test())
 

@@ -614,6 +614,9 @@ def test_bad_arguments_of_requests() -> None:
     with make_llm() as llm:
         for call, message in (
             (lambda: llm.add_request(5, [2], GREEDY), "request_id is 5; give text"),  # type: ignore[arg-type]
+            (lambda: llm.add_request(["a"], [2], GREEDY), r"request_id is \['a'\]; give text"),  # type: ignore[arg-type]
+            (lambda: llm.abort(["a"]), r"request_id is \['a'\]; give text"),  # type: ignore[arg-type]
+            (lambda: llm.abort(5), "request_id is 5; give text"),  # type: ignore[arg-type]
             (lambda: llm.add_request("a", [2], GREEDY, priority="x"), "priority is 'x'"),  # type: ignore[arg-type]
             (lambda: llm.add_request("a", [2], GREEDY, priority=2**70), "whole number of 64 bits"),
             (lambda: llm.add_request("a", [2], "x"), "sampling_params is 'x'"),  # type: ignore[arg-type]
