@@ -12,6 +12,7 @@ import copy
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _SECONDS = 5.0  # until a grammar counts as too complex
 _START_SECONDS = 60.0  # until the process that tries grammars has read a tokenizer
 _MOST_SECONDS = 600.0  # until an answer, however little processor time the process gets
+# What ends the process from outside, such as the kernel where memory is short. A grammar ends it otherwise.
+_FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP})
 _MOST_CHARACTERS = 2**18
 _COMPILED_KEPT = 16
 _KEPT_CHARACTERS = 2**18  # of all that are kept: a compiled grammar takes up to 150 bytes of memory for each
@@ -57,7 +60,7 @@ _LIMITS: dict[str, Any] = {
 
 
 class GrammarsUnavailable(VattnError):
-    """The process that tries grammars cannot be started; a later request may find that it can."""
+    """There is no process that tries grammars, or it was ended from outside; later requests may find one."""
 
 
 class GrammarCompiler:
@@ -147,7 +150,11 @@ class GrammarCompiler:
         closes = self._closes
         tokenizer = self._start()
         assert self._trial is not None
-        tried = self._trial.compile(text) if self._closes == closes else None
+        try:
+            tried = self._trial.compile(text) if self._closes == closes else None
+        except GrammarsUnavailable:
+            if self._closes == closes:
+                raise
         if self._closes != closes:
             self._trial.close()
             raise GrammarsUnavailable("the engine is being closed")
@@ -230,21 +237,28 @@ class _Trial:
 
         Returns:
             None if trying it was too much, which ends the process.
+
+        Raises:
+            GrammarsUnavailable: as `_ask`.
         """
         answer: tuple[str, str] | None = self._ask(grammar, _SECONDS)
         return answer
 
     def _ask(self, question: object, seconds: float) -> Any:
-        """The answer; None if the process ended, or it took so many seconds of processor time."""
+        """The answer; None if it took so many seconds of processor time, or the question ended the process.
+
+        Raises:
+            GrammarsUnavailable: the process was ended from outside, or got too little processor time to answer.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = b""
+        left = seconds
         try:
             over = _processor_seconds(self._process.pid) + seconds
             end = time.monotonic() + _MOST_SECONDS
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
-            left = seconds
             while left > 0 and time.monotonic() < end:
                 if select.select([self._process.stdout], [], [], max(left, 0.01))[0]:
                     answer = self._process.stdout.readline()
@@ -255,10 +269,12 @@ class _Trial:
         except BaseException:  # the answer would be taken for the next question's
             self.close()
             raise
-        if not answer:
-            self.close()
-            return None
-        return json.loads(answer)
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        self.close()
+        if left > 0 and self._process.returncode in _FROM_OUTSIDE:
+            raise GrammarsUnavailable("the process that tries grammars was ended, or got no processor; try again later")
+        return None
 
 
 def _processor_seconds(pid: int) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -344,22 +345,30 @@ def test_time_in_which_the_process_does_not_run_does_not_count(
     assert compiler._trial._process.pid == pid
 
 
-def test_closing_in_the_midst_of_a_grammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for no process, whatever keeps that from going on; the thread that compiles goes on at once."""
-    compiler.compile(StructuredOutputs(regex="x+"), ignore_eos=False)
+@contextlib.contextmanager
+def held(compiler: GrammarCompiler, wanted: StructuredOutputs) -> Iterator[tuple[int, Future[Grammar]]]:
+    """The process that tries a grammar, stopped in the midst of it, and what comes of the grammar."""
+    compiler._start()
     assert compiler._trial is not None
-    os.kill(compiler._trial._process.pid, signal.SIGSTOP)
-    wanted = StructuredOutputs(regex="closed+")
+    pid = compiler._trial._process.pid
+    os.kill(pid, signal.SIGSTOP)
     begun, try_it = threading.Event(), grammar_compiler._Trial.compile
 
     def tried(trial: grammar_compiler._Trial, grammar: str) -> tuple[str, str] | None:
         begun.set()
         return try_it(trial, grammar)
 
-    monkeypatch.setattr(grammar_compiler._Trial, "compile", tried)
-    with ThreadPoolExecutor(1) as threads:
+    with pytest.MonkeyPatch.context() as noting, ThreadPoolExecutor(1) as threads:
+        noting.setattr(grammar_compiler._Trial, "compile", tried)
         compiling = threads.submit(compiler.compile, wanted, ignore_eos=False)
         assert begun.wait(SECONDS)
+        yield pid, compiling
+
+
+def test_closing_in_the_midst_of_a_grammar(compiler: GrammarCompiler) -> None:
+    """It waits for no process, whatever keeps that from going on; the thread that compiles goes on at once."""
+    wanted = StructuredOutputs(regex="closed+")
+    with held(compiler, wanted) as (_, compiling):
         compiler.close()
         with pytest.raises(grammar_compiler.GrammarsUnavailable, match="being closed"):
             compiling.result(SECONDS)
@@ -367,6 +376,32 @@ def test_closing_in_the_midst_of_a_grammar(compiler: GrammarCompiler, monkeypatc
     compiler.compile(wanted, ignore_eos=False)
     assert compiler.is_compiled(wanted, ignore_eos=False)
     assert not compiler.is_compiled(wanted, ignore_eos=True)
+
+
+def test_a_process_that_is_ended_from_outside_says_nothing_of_its_grammar(compiler: GrammarCompiler) -> None:
+    """The kernel ends some process where memory is short."""
+    wanted = StructuredOutputs(regex="ended+")
+    with held(compiler, wanted) as (pid, compiling):
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(grammar_compiler.GrammarsUnavailable, match="try again later"):
+            compiling.result(SECONDS)
+    compiler.compile(wanted, ignore_eos=False)
+
+
+def test_a_process_that_gets_no_processor_says_nothing_of_its_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = StructuredOutputs(regex="late+")
+    compiler._start()
+    with monkeypatch.context() as hasty:
+        hasty.setattr(grammar_compiler, "_SECONDS", 0.1)
+        hasty.setattr(grammar_compiler, "_MOST_SECONDS", 0.1)
+        with (
+            held(compiler, wanted) as (_, compiling),
+            pytest.raises(grammar_compiler.GrammarsUnavailable, match="try again later"),
+        ):
+            compiling.result(SECONDS)
+    compiler.compile(wanted, ignore_eos=False)
 
 
 def test_what_is_compiled_waits_for_no_other_grammar(compiler: GrammarCompiler) -> None:
