@@ -222,7 +222,27 @@ class KVCache(PoolMember):
             InvalidSlot: the slot is not allocated.
         """
         slot = self._checked_slot(reqid)
-        self._core.execute(lambda change: self._prefixes.retract(change, slot))
+        self._retract(lambda change: self._prefixes.retract(change, slot))
+
+    @atomic
+    def retract_tokens(self, token_ids: Sequence[int], salt: bytes = b"", since: int = 0) -> None:
+        """`retract` for what a request committed in slots that it no longer has.
+
+        The blocks of these tokens can no longer be found, whichever request committed them, nor can those that were
+        computed on them, or what was left behind them.
+
+        Args:
+            token_ids, salt: as for `admit`.
+            since: how many of the tokens are right, whose blocks stay cached: the request had found them.
+
+        Raises:
+            InvalidTokens, InvalidLength: as for `admit`; or `since` is no number of tokens.
+        """
+        ids, since = self._checked_prompt(token_ids, salt), self._checked_length(since, "since")
+        self._retract(lambda change: self._prefixes.retract_tokens(change, ids, salt, since))
+
+    def _retract(self, plan: Plan) -> None:
+        self._core.execute(plan)
         if not self._fences.capturing(self._fences.handle(None)):
             self._backer.maintain()
 

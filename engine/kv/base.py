@@ -197,6 +197,19 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
+    def retract_tokens(self, token_ids: Sequence[int], salt: bytes, since: int) -> None:
+        """Withdraw the blocks of these tokens, whichever slot published them, and what was computed on them: for a
+        request that had other slots before.
+
+        Args:
+            token_ids, salt: as for `admit`.
+            since: how many of the tokens are right, whose blocks stay.
+
+        Raises:
+            InvalidTokens, InvalidLength: as for `admit`.
+        """
+        ...
+
     def take_withdrawn(self) -> Set[Key]:
         """The keys of cached blocks that other processes have found to be wrong, and of what was computed on them,
         since the last call.
@@ -435,6 +448,9 @@ class NoPrefixCache:
         pass
 
     def retract(self, slot: int) -> None:
+        pass
+
+    def retract_tokens(self, token_ids: Sequence[int], salt: bytes, since: int) -> None:
         pass
 
     def evict_prefixes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -161,7 +161,16 @@ class BlockKV(PlainStore, ABC):
         # Of these the index has blocks that others published: right ones, unless computed on its own.
         right = {block.key for block in committed if block.key is not None} - first
         descendants = self._ancestry.descendants
-        wrong = descendants(first) | descendants(right) - right
+        self._withdraw(descendants(first) | descendants(right) - right)
+        self._distrust(mine, mine.admitted)
+        mine.published = []
+
+    def retract_tokens(self, token_ids: Sequence[int], salt: bytes, since: int) -> None:
+        keys = list(block_keys(root_key(salt), self._checked(token_ids), self.block_size))
+        self._withdraw(self._ancestry.descendants(keys[since // self.block_size :]))
+
+    def _withdraw(self, wrong: Set[Key]) -> None:
+        """Have the blocks with these keys not found any more, and nothing published that is computed on them."""
         for block in [block for block in self._index if block.key in wrong]:
             self._index.withdraw(block)
             if not block.users:
@@ -170,8 +179,6 @@ class BlockKV(PlainStore, ABC):
             depth = next((block.depth for block in other.blocks if block.key in wrong), None)
             if depth is not None:
                 self._distrust(other, depth)
-        self._distrust(mine, mine.admitted)
-        mine.published = []
 
     def _distrust(self, slot: _Slot, count: int) -> None:
         """Publish nothing that a slot has behind its first `count` blocks."""
@@ -361,10 +368,15 @@ class BlockKV(PlainStore, ABC):
 
     def _cached(self, token_ids: Sequence[int], salt: bytes) -> tuple[TokenIds, list[PoolBlock]]:
         """A prompt, checked, and the blocks of its longest cached prefix."""
+        ids = self._checked(token_ids)
+        return ids, self._index.find(ids, self.block_size, salt)
+
+    def _checked(self, token_ids: Sequence[int]) -> TokenIds:
+        """A prompt's tokens, of a length that a slot can have."""
         ids = as_ids(token_ids)
         if not 1 <= len(ids) <= self._slots.max_model_len:
             raise InvalidLength(f"{len(ids)} tokens; a request has from 1 to max_model_len={self._slots.max_model_len}")
-        return ids, self._index.find(ids, self.block_size, salt)
+        return ids
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -96,6 +96,9 @@ class VirtualKV(ContiguousKV):
     def retract(self, slot: int) -> None:
         self.cache.retract(slot)
 
+    def retract_tokens(self, token_ids: Sequence[int], salt: bytes, since: int) -> None:
+        self.cache.retract_tokens(token_ids, salt, since)
+
     def take_withdrawn(self) -> Set[Key]:
         return super().take_withdrawn() if self._borrowed is None else self.cache.take_withdrawn()
 

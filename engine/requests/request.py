@@ -130,6 +130,8 @@ class Request:
         cache_salt: whatever else its keys and values depend on; only requests with the same salt share prefixes.
         takes_drafts: whether it may get drafts; the next tokens of beams depend on the other beams.
         num_cached_tokens: tokens that were in the prefix cache when it was first admitted.
+        num_shared_tokens: the fewest tokens that it found in the prefix cache when it was admitted to it: what was
+            published of it behind these may be its own. None if it never was.
         publishes: whether later requests may find its prefix; its slot was then admitted by the prefix cache.
         scored: whether its next tokens are scored; it waits, perhaps without a slot, for the other beams of its search.
         error: the error behind the `finish_reason` ERROR.
@@ -191,6 +193,7 @@ class Request:
         self.rest: Rest | None = None
         self.cache_salt = cache_salt
         self.num_cached_tokens = 0
+        self.num_shared_tokens: int | None = None
         self.publishes = False
         self.scored = False
         self.num_computed_tokens = 0

@@ -335,6 +335,7 @@ class Scheduler:
         except Exception:  # it can still be computed; the next step reports a lasting error
             return False
         child.publishes = parent.publishes
+        child.num_shared_tokens = child.num_tokens
         child.admit(slot, child.num_tokens)
         self.running.append(child)
         return True
@@ -409,6 +410,9 @@ class Scheduler:
         computed = None
         if request.finish_reason is FinishReason.ERROR:
             self.kv.retract(request.slot)  # what it computed before may be wrong, too
+            if request.num_preemptions and request.num_shared_tokens is not None:  # and in slots that it had before
+                ids = request.first_ids(request.num_tokens)
+                self.kv.retract_tokens(ids, request.cache_salt, request.num_shared_tokens)
             for other in self.waiting:
                 if other.saved is not None and _begin_alike(request, other):  # the copy may have it
                     self._drop_copy(other)
@@ -469,6 +473,8 @@ class Scheduler:
                 cached = self.stored.restore(request, slot, cached)
             if self.remote is not None:
                 cached = self.remote.restore(request, slot, cached)
+            shared = request.num_shared_tokens
+            request.num_shared_tokens = cached if shared is None else min(shared, cached)
             request.admit(slot, cached)
         else:
             for source in self.sources:

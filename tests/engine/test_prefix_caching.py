@@ -383,6 +383,45 @@ def test_a_failed_request_takes_back_what_it_published(caching_kv: str) -> None:
     assert tokens([again]) == [want]
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_failed_request_takes_back_what_it_published_before_it_was_preempted(caching_kv: str, mode: str) -> None:
+    prompt = make_prompts([120])[0]
+    want = expected("llama", prompt, MAX_TOKENS)
+    options = {"max_num_batched_tokens": 66, "max_num_seqs": 1, "preemption_mode": mode}
+    with make_llm("llama", caching_kv, **options) as llm:
+        run(llm, [prompt[:33]])
+        others = llm.core.kv.find(prompt)
+        llm.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        assert llm.step() == []
+        assert llm.core.kv.find(prompt) > others > 0
+        assert (llm.core.scheduler.preempt_last().saved is not None) == (mode == "swap")
+        with poisoned(llm.model.get_output_embeddings()):
+            failed = llm.step()[0]
+        assert isinstance(failed.error, FloatingPointError)
+        llm.check()
+        assert llm.core.kv.find(prompt) == others
+        again = run(llm, [prompt])[0]
+    assert tokens([again]) == [want]
+
+
+def test_a_failed_request_takes_back_what_it_computed_in_place_of_evicted_blocks(caching_kv: str) -> None:
+    prompt = make_prompts([120])[0]
+    with make_llm("llama", caching_kv, max_num_batched_tokens=66, max_num_seqs=1, preemption_mode="recompute") as llm:
+        run(llm, [prompt[:33]])
+        llm.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        assert llm.step() == []
+        assert llm.core.scheduler.preempt_last().num_cached_tokens > 0
+        llm.core.kv.evict_prefixes()
+        assert llm.step() == []
+        llm.core.scheduler.preempt_last()
+        assert llm.core.kv.find(prompt) > 0
+        with poisoned(llm.model.get_output_embeddings()):
+            failed = llm.step()[0]
+        assert isinstance(failed.error, FloatingPointError)
+        llm.check()
+        assert llm.core.kv.find(prompt) == 0
+
+
 def test_a_failed_request_leaves_what_others_published(caching_kv: str) -> None:
     prompt = make_prompts([100])[0]
     expected("llama", prompt, MAX_TOKENS)

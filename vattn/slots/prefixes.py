@@ -210,6 +210,19 @@ class Prefixes(Decisions):
         slots.distrust(change, slot, known.admitted)
         slots.know(change, slot, replace(slots.known[slot], published=()))
 
+    def retract_tokens(self, change: Change, token_ids: TokenIds, salt: bytes, since: int) -> None:
+        """Removes the blocks of a request's tokens from the index, from the one of token `since` on, and what was
+        computed on them, for good.
+        """
+        slots, size = self._slots, self._bands.block_tokens
+        keys = list(block_keys(root_key(salt), token_ids, size))
+        right = keys[: since // size]
+        parent, rest = right[-1] if right else root_key(salt), token_ids[len(right) * size :]
+        for slot in slots.kept.holders(parent, rest, slots.count):
+            if slots.kept.common(slot, parent, rest) > since % size:
+                slots.kept.forget(change, slot)
+        slots.retract(change, slots.ancestry.descendants(keys[len(right) :]))
+
     def count(self, query_tokens: int, hit_tokens: int) -> None:
         """Counts an admitted request."""
         self.query_tokens += query_tokens

@@ -611,6 +611,44 @@ def test_retract_leaves_what_others_committed(caching_kv: str) -> None:
     backend.close()
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_retract_takes_back_what_ended_slots_committed(caching_kv: str, runs: bool) -> None:
+    backend = make_backend(caching_kv, 2 << 20, 1000)
+    size = backend.prefix_block_tokens
+    prompt = [*range(3 * size + 1)]
+    for blocks in (1, 2) if runs else (1, 2, 3):
+        slot, found = backend.admit(prompt)
+        assert found == (blocks - 1) * size
+        backend.prepare({slot: blocks * size})
+        backend.commit(slot, prompt[: blocks * size])
+        if blocks < 2 or not runs:
+            backend.free(slot)
+    backend.retract_tokens(prompt[: 2 * size], b"", size + 1)
+    backend.check()
+    assert backend.find(prompt) == size
+    if runs:  # what it computes on the second block is not found
+        backend.prepare({slot: 3 * size})
+        backend.commit(slot, prompt[: 3 * size])
+        backend.free(slot)
+        backend.check()
+    again, found = backend.admit(prompt)
+    assert found == size
+    backend.prepare({again: 2 * size})
+    backend.commit(again, prompt[: 2 * size])
+    assert backend.find(prompt) == 2 * size
+    backend.free(again)
+    backend.check()
+    backend.retract_tokens(prompt, b"salt", 0)
+    assert backend.find(prompt) == 2 * size
+    with pytest.raises(InvalidTokens):
+        backend.retract_tokens(["a"], b"", 0)  # type: ignore[list-item]
+    with pytest.raises(InvalidLength):
+        backend.retract_tokens([], b"", 0)
+    backend.evict_prefixes()
+    assert backend.available() == backend.total()
+    backend.close()
+
+
 def test_retain_frees_all_others(kv: str) -> None:
     backend = make_backend(kv)
     model = Model(backend)

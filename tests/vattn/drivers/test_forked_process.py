@@ -107,6 +107,7 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
         "KVCache.find_prefix": lambda: cache.find_prefix([1, 2]),
         "KVCache.commit": lambda: cache.commit(slot, []),
         "KVCache.retract": lambda: cache.retract(slot),
+        "KVCache.retract_tokens": lambda: cache.retract_tokens([1, 2]),
         "KVCache.take_withdrawn": cache.take_withdrawn,
         "KVCache.fork": lambda: cache.fork(slot),
         "KVCache.unshare": lambda: cache.unshare(slot),

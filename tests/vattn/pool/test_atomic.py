@@ -88,6 +88,7 @@ CALLS: dict[str, Callable[[Scene], object]] = {
     "step_refused": lambda s: s.cache.step({s.first: 400, s.second: 400}),
     "commit": lambda s: s.cache.commit(s.second, s.ids[:90]),
     "retract": lambda s: s.cache.retract(s.first),
+    "retract_tokens": lambda s: s.cache.retract_tokens(s.ids, since=20),
     "fork": lambda s: s.cache.fork(s.first),
     "unshare": lambda s: s.cache.unshare(s.second),
     "free_reqid": lambda s: s.cache.free_reqid(s.second),

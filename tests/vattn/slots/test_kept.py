@@ -167,6 +167,15 @@ def test_what_was_taken_back_is_not_kept() -> None:
         cache.check()
 
 
+@pytest.mark.parametrize(("since", "found"), [(0, 0), (WHOLE, WHOLE), (WHOLE + 4, WHOLE), (len(PROMPT), len(PROMPT))])
+def test_rows_of_retracted_tokens_are_forgotten(since: int, found: int) -> None:
+    with make() as cache:
+        left(cache)
+        cache.retract_tokens(PROMPT, since=since)
+        cache.check()
+        assert cache.find_prefix(MORE, rows=True) == found
+
+
 def test_rows_behind_retracted_blocks_are_forgotten() -> None:
     with make() as cache:
         first = run(cache, PROMPT[: WHOLE + 1])
