@@ -214,7 +214,11 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         rows = memory.slots(name)
         self._keys, self._values = rows[..., : self.head_size], rows[..., self.head_size :]
         self._layer: vattn.cpu.Layer | None = None
+        self._sinks: Tensor | None = None  # a copy for the layer, which reads only float32
         if isinstance(self._kernel, Native) and self._shares is None:
+            sinks = self._params.sinks
+            if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
+                sinks = self._sinks = torch.empty(sinks.shape, dtype=torch.float32, device=sinks.device)
             self._layer = vattn.cpu.Layer(
                 self.num_heads,
                 self._stored.key,
@@ -224,7 +228,7 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
                 scale=self.scale,
                 softcap=self._params.softcap,
                 window=self._params.window,
-                sinks=self._params.sinks,
+                sinks=sinks,
             )
 
     def forward(
@@ -246,6 +250,8 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         table = attn_metadata.table
         if self._layer is not None and table is None and self._layer.takes(query, key, value):
             group = batch.together
+            if self._sinks is not None:  # the parameter may have been loaded again
+                self._sinks.copy_(self._params.sinks)
             self._layer.step(
                 query, key, value, slots, output, slots=group.slots, lengths=group.lengths, starts=group.starts
             )
