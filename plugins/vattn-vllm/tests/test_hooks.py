@@ -105,8 +105,9 @@ def test_how_an_idle_engine_is_woken() -> None:
     engine.scheduler = SimpleNamespace()
     EngineCoreProc._notify_idle_state_callbacks(engine)
     assert wakes == ["idle"]
-    engine.scheduler._vattn = SimpleNamespace(wake_by=wakes.append)
+    engine.scheduler._vattn = SimpleNamespace(wake_by=wakes.append, asks=False)
     EngineCoreProc._notify_idle_state_callbacks(engine)
+    assert woken.empty()
     wakes[1]()
     request = woken.get_nowait()
     assert request == (EngineCoreRequestType.WAKEUP, None)

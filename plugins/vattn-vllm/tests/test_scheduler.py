@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -200,3 +202,29 @@ def test_a_prefix_cache_that_is_reset_leaves_no_memory(model: Path, engine: Engi
     assert (used.owned, used.parked, used.cached) == (0, len(engine.memory) * BLOCK, 0)
     assert alone.scheduler.reset_prefix_cache()
     assert not alone.scheduler.has_requests(), "nothing has memory"
+
+
+class WithoutWaiting(queue.Queue[Any]):
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        assert not self.empty(), "the engine waits"
+        return super().get(block, timeout)
+
+
+def test_a_prefix_cache_that_is_reset_when_an_engine_becomes_idle_leaves_no_memory(model: Path) -> None:
+    """As by a pause that has waited for requests."""
+    engine = Engine(model, {"keep_free": 0})
+    scheduler = engine.scheduler
+    engine.run(engine.add(64).is_finished)
+    engine.run(lambda: not scheduler.has_requests())
+    assert engine.memory
+    core: Any = object.__new__(EngineCoreProc)
+    core.scheduler, core.engines_running, core.batch_queue = scheduler, False, None
+    core.shutdown_state, core.process_input_queue_block = EngineShutdownState.RUNNING, True
+    core.input_queue, core.aborts_queue = WithoutWaiting(), queue.Queue()
+    core._idle_state_callbacks = [lambda _: scheduler.reset_prefix_cache()]
+    core._process_input_queue()
+    engine.step()
+    assert not engine.memory
+    assert not core.has_work()
+    with pytest.raises(AssertionError, match="waits"):
+        core._process_input_queue()

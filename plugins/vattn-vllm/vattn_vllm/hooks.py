@@ -56,7 +56,10 @@ def install() -> None:
     def idle(self: EngineCoreProc) -> None:
         notify(self)
         if (backed := getattr(self.scheduler, "_vattn", None)) is not None:
-            backed.wake_by(functools.partial(self.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None)))
+            wake = functools.partial(self.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None))
+            backed.wake_by(wake)
+            if backed.asks:  # a pause that waited for requests has reset the prefix cache
+                wake()
 
     EngineCoreProc._notify_idle_state_callbacks = idle  # type: ignore[method-assign]
 
