@@ -31,7 +31,7 @@ import sys, time
 from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from vattn_vllm.gauge import Gauges
-parallel = SimpleNamespace(data_parallel_index=0, world_size=1, worker_cls="vattn_vllm.CPUWorker")
+parallel = SimpleNamespace(data_parallel_index=0, world_size=1)
 model = SimpleNamespace(served_model_name="m")
 Gauges(SimpleNamespace(instance_id=sys.argv[1], parallel_config=parallel, model_config=model))
 registry = CollectorRegistry()

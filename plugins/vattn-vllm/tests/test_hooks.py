@@ -6,7 +6,9 @@ import functools
 import inspect
 import queue
 import re
+import tomllib
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +41,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
+from vllm.v1.metrics import loggers
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -62,6 +65,8 @@ def test_signatures() -> None:
     assert parameters(Scheduler.has_requests) == parameters(Scheduler.shutdown) == ["self"]
     assert parameters(SchedulerConfig.get_scheduler_cls) == ["self"]
     assert parameters(get_max_concurrency_for_kv_cache_config) == ["vllm_config", "kv_cache_config"]
+    metrics = ["self", "vllm_config", "engine_idxs", "custom_stat_loggers"]
+    assert parameters(loggers.StatLoggerManager.__init__)[:4] == metrics
     assert parameters(BlockPool.evict_blocks) == ["self", "block_ids"]
     assert parameters(BlockPool.get_num_free_blocks) == ["self"]
     assert parameters(get_layers_from_vllm_config) == ["vllm_config", "layer_type", "layer_names"]
@@ -174,6 +179,32 @@ def test_other_engines_have_their_own_scheduler() -> None:
     assert made == [other]
 
 
+def test_other_engines_have_no_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks.install()
+    monkeypatch.setattr(loggers, "PrometheusStatLogger", type("Prometheus", (), {"__init__": lambda *_: None}))
+
+    def made(worker: str, **keywords: Any) -> list[str]:
+        parallel = SimpleNamespace(worker_cls=worker, world_size=1)
+        model = SimpleNamespace(served_model_name="model")
+        config: Any = SimpleNamespace(instance_id="test", parallel_config=parallel, model_config=model)
+        manager = loggers.StatLoggerManager(config, enable_default_loggers=False, **keywords)
+        adapters = [each for each in manager.stat_loggers if isinstance(each, loggers.PerEngineStatLoggerAdapter)]
+        return [type(each).__name__ for adapter in adapters for each in adapter.per_engine_stat_loggers.values()]
+
+    custom = [loggers.LoggingStatLogger]
+    monkeypatch.setattr(loggers.LoggingStatLogger, "__init__", lambda *_: None)
+    assert made("auto") == made("auto", custom_stat_loggers=[]) == []
+    assert made("vattn_vllm.CPUWorker", engine_idxs=[0, 1]) == ["Gauges", "Gauges"]
+    assert made("vattn_vllm.CPUWorker", custom_stat_loggers=custom) == ["LoggingStatLogger", "Gauges"]
+    assert custom == [loggers.LoggingStatLogger]
+
+
+def test_vllm_keeps_no_statistics_for_the_plugin() -> None:
+    """It does where there is an entry point of stat loggers, for all engines and in spite of --disable-log-stats."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert list(project["entry-points"]) == ["vllm.general_plugins"]
+
+
 class Derived(CPUWorker):
     """A worker of somebody else's."""
 
@@ -197,6 +228,7 @@ def test_it_is_installed_beside_another_plugin(monkeypatch: pytest.MonkeyPatch) 
     ours = SchedulerConfig.get_scheduler_cls
     monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", ours.__wrapped__)
     monkeypatch.setattr(EngineCoreProc, "_notify_idle_state_callbacks", EngineCoreProc._notify_idle_state_callbacks)
+    monkeypatch.setattr(loggers.StatLoggerManager, "__init__", loggers.StatLoggerManager.__init__)
     wrap()
     assert not hooks.installed()
     hooks.install()

@@ -23,7 +23,6 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vattn import BlockStats
-from vattn_vllm.options import selected
 
 logger = init_logger(__name__)
 
@@ -76,13 +75,9 @@ class Gauges(StatLoggerBase):
     """`vattn:kv_mapped_bytes` and `vattn:kv_reserved_bytes`, over all workers of an engine.
 
     They are not named vllm:..., since vLLM removes metrics of that name that others have made.
-
-    The entry point `vllm.stat_logger_plugins`; without the plugin's workers it does nothing.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        if not selected(vllm_config):
-            return
         ranks = range(vllm_config.parallel_config.world_size)
         addresses = [_address(vllm_config, engine_index, rank) for rank in ranks]
         for position, (name, what) in enumerate(

@@ -22,16 +22,20 @@ from vattn_vllm.steps import NULL_BLOCK
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.loggers import StatLoggerManager
 
 _GIVEN_BACK = "vattn_given_back"
 _INSTALLED = "vattn_installed"  # which functools.wraps passes on to what others wrap around it
 
 
 def install() -> None:
-    """Makes engines with the plugin's workers use the subclass. Idempotent; other engines are as before."""
+    """Makes engines with the plugin's workers use the subclass, and show the gauges. Idempotent; other engines are as
+    before.
+    """
     from vllm.config import SchedulerConfig
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.metrics.loggers import StatLoggerManager
 
     stock = SchedulerConfig.get_scheduler_cls
     if installed():
@@ -62,6 +66,26 @@ def install() -> None:
                 wake()
 
     EngineCoreProc._notify_idle_state_callbacks = idle  # type: ignore[method-assign]
+
+    manage = StatLoggerManager.__init__
+
+    # Not by vLLM's entry point for stat loggers: where there is one, no engine heeds --disable-log-stats.
+    @functools.wraps(manage)
+    def with_gauges(
+        self: StatLoggerManager,
+        vllm_config: VllmConfig,
+        engine_idxs: Any = None,
+        custom_stat_loggers: Any = None,
+        *args: Any,
+        **keywords: Any,
+    ) -> None:
+        if selected(vllm_config):
+            from vattn_vllm.gauge import Gauges
+
+            custom_stat_loggers = [*(custom_stat_loggers or ()), Gauges]
+        manage(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **keywords)
+
+    StatLoggerManager.__init__ = with_gauges  # type: ignore[method-assign]
 
 
 def installed() -> bool:
