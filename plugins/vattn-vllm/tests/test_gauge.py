@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vattn_vllm.gauge import Usage, _address, _total
 from vllm.v1.engine.utils import _apply_dp_identity_suffix
 
@@ -70,14 +70,15 @@ def test_workers_of_other_processes_count_until_they_are_killed() -> None:
     assert [address.replace("\0", "@") in bound for address in addresses] == [True, False]
 
 
-def test_several_api_servers_show_the_numbers(tmp_path: Path) -> None:
-    name = f"test-{id(tmp_path)}-several"
-    usage = Usage(config(name), 0)
+def test_several_api_servers_show_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives each an instance of its own."""
+    (folder := tmp_path / ("of a long name" * 8)).mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    usage = Usage(config("engine"), 0)
     usage.set(stats(12345, 67890))
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", API_SERVER, name]
-    for _ in range(2):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    for server in ("first", "second"):
+        command = [sys.executable, "-c", API_SERVER, server]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert 'vattn:kv_mapped_bytes{engine="0",model_name="m"} 12345.0' in done.stdout, done.stderr
 
 

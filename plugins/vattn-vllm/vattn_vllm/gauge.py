@@ -7,6 +7,7 @@ namespace, which ends with its process however that ends, and leaves no file.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import socket
 import struct
@@ -32,7 +33,10 @@ _MULTIPLE = "PROMETHEUS_MULTIPROC_DIR"  # set where several processes serve /met
 
 
 def _address(config: VllmConfig, engine: int, rank: int) -> str:
-    instance = config.instance_id.removesuffix(f"_dp{engine}")  # which vLLM adds in engines that Ray runs
+    if directory := os.environ.get(_MULTIPLE):  # which all processes have; each API server has another instance
+        instance = hashlib.sha256(directory.encode()).hexdigest()[:16]
+    else:
+        instance = config.instance_id.removesuffix(f"_dp{engine}")  # which vLLM adds in engines that Ray runs
     return f"\0vattn-vllm-{os.getuid()}-{instance}-{engine}-{rank}"
 
 
