@@ -15,7 +15,8 @@ def nothing_leaks() -> Iterator[None]:
     before = target.usage()
     yield
     gc.collect()
-    assert target.usage() == before
+    # Less is what tests of other folders had left to the collector.
+    assert all(now <= then for now, then in zip(target.usage(), before, strict=True)), (target.usage(), before)
     assert not target.violations()
 
 
