@@ -250,6 +250,7 @@ class _Lines:
             return []
 
     async def _talk(self, path: Path) -> None:
+        keep_from_children(path)
         try:
             reader, writer = await asyncio.open_unix_connection(str(path))
         except ConnectionRefusedError:  # of a process that was killed
@@ -257,7 +258,6 @@ class _Lines:
             return
         except OSError:
             return
-        keep_from_children(writer)
         line = _Line(writer, self._loop.time())
         with self._changed:
             self._lines[path] = line

@@ -15,15 +15,17 @@ but for the very last one, which its reader has to compute.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+import stat
 import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
-from weakref import WeakSet
+from pathlib import Path
 
 from vattn.errors import VattnError
 
@@ -116,22 +118,47 @@ async def receive(
     return Message(kind, job, salt, array(_TOKEN, ids).tolist(), rows)
 
 
-def keep_from_children(end: socket.socket | asyncio.StreamWriter) -> None:
-    """Has it closed in forked children, in which it would seem to be this process when that has ended."""
-    _ends.add(end)
+def keep_from_children(path: Path) -> None:
+    """Has sockets of this name closed in forked children, in which they would seem to be this process when that has
+    ended: the one that listens, both ends of its connections, and those that asyncio has just accepted.
+    """
+    _names.update((str(path), str(early(path))))
+
+
+def early(path: Path) -> Path:
+    """The name of a prefiller's socket until it listens, which is the name that the socket keeps."""
+    return path.with_suffix(".early")
 
 
 def _close_in_child() -> None:
     """Not by their loop, whose epoll the parent has, too; its objects go on having descriptors, but of nothing."""
-    ends = [end if isinstance(end, socket.socket) else end.get_extra_info("socket") for end in list(_ends)]
-    _ends.clear()
-    if descriptors := [end.fileno() for end in ends if end.fileno() >= 0]:
+    if not _names:
+        return
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # or looking at a socket would make it non-blocking, in the parent, too
+    try:
         with socket.socket(socket.AF_UNIX) as nothing:
-            for descriptor in descriptors:
-                os.dup2(nothing.fileno(), descriptor, inheritable=False)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if _has_name(descriptor):
+                    os.dup2(nothing.fileno(), descriptor, inheritable=False)
+    finally:
+        socket.setdefaulttimeout(timeout)
+    _names.clear()
 
 
-_ends: WeakSet[socket.socket | asyncio.StreamWriter] = WeakSet()
+def _has_name(descriptor: int) -> bool:
+    """Whether it is a socket with one of `_names`, at either end."""
+    found = set()
+    with contextlib.suppress(OSError):  # no socket, or without an address
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            with socket.socket(fileno=os.dup(descriptor)) as end:
+                for name in (end.getsockname, end.getpeername):
+                    with contextlib.suppress(OSError):
+                        found.add(name())
+    return not _names.isdisjoint(found)
+
+
+_names: set[object] = set()
 os.register_at_fork(after_in_child=_close_in_child)
 
 

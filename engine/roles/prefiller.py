@@ -23,7 +23,7 @@ from ..requests.outputs import RequestGroup, RequestOutput
 from ..requests.prompts import Prompt
 from ..requests.request import FinishReason, Rest
 from ..requests.sampling import SamplingParams
-from .line import BEAT, Kind, LineError, keep_from_children, message, receive
+from .line import BEAT, Kind, LineError, early, keep_from_children, message, receive
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,6 @@ class Prefiller:
                 await asyncio.wait(others)
 
     def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        keep_from_children(writer)
         if self._stopped.is_set():
             writer.close()
             return
@@ -211,16 +210,16 @@ def _listen(path: Path) -> socket.socket:
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _LEFT:
                 left.unlink()
+    keep_from_children(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    keep_from_children(listener)
-    early = path.with_suffix(".early")
+    name = early(path)
     try:
-        listener.bind(str(early))
-        early.chmod(0o700)
+        listener.bind(str(name))
+        name.chmod(0o700)
         listener.listen()
-        early.rename(path)
+        name.rename(path)
     except OSError as error:
         listener.close()
-        early.unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be used for prompts of other engines: {error}") from error
     return listener

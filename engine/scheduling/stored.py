@@ -243,20 +243,23 @@ class StoredPrefixes:
             chain.keys.append(key)
         if len(chain.keys) > done:
             self._ancestry.note(parent, chain.keys[done:], self._writer.known)
-            if self._kv.sharing is not None:
-                self._note_cached(request, chain, done, ids)
+            self._note_cached(request, chain, done, ids)
             self._writer.put(chain.keys, writes)
 
     def retract(self, request: Request, running: Iterable[Request] = ()) -> None:
-        """Delete what a request was the first to write, and what was computed on it: it may be wrong.
+        """Delete what a request was the first to write, what was copied from blocks of the backend that it may have
+        computed, and what was computed on either: it may be wrong.
 
         Args:
             running: requests that may have it; they write nothing more then.
         """
         chain = self._chains.pop(request, None)
-        if chain is None or not chain.written:
-            return
-        self._take_back(chain.written, running)
+        if request.num_shared_tokens is not None:
+            size, ids = self._kv.prefix_block_tokens, request.first_ids(request.num_tokens)
+            keys = list(block_keys(root_key(request.cache_salt), ids, size))
+            self._take_back_copies(set(keys[request.num_shared_tokens // size :]), running)
+        if chain is not None:
+            self._take_back(chain.written, running)
 
     def heed(self, running: Iterable[Request] = ()) -> None:
         """`retract` what was copied from blocks that other processes have found to be wrong, and what was computed on
@@ -265,7 +268,10 @@ class StoredPrefixes:
         Args:
             running: as for `retract`.
         """
-        withdrawn = self._kv.take_withdrawn()
+        self._take_back_copies(self._kv.take_withdrawn(), running)
+
+    def _take_back_copies(self, withdrawn: Set[Key], running: Iterable[Request]) -> None:
+        """Delete what was copied from blocks of the backend that are wrong, and what was computed on them."""
         if not withdrawn:
             return
         self._break(running, withdrawn, lambda request: root_key(request.cache_salt), self._kv.prefix_block_tokens)

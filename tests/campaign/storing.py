@@ -28,6 +28,7 @@ from vattn.engine.requests.request import Request
 from vattn.engine.scheduling import stored
 from vattn.engine.scheduling.stored import StoredPrefixes
 from vattn.errors import ConfigError
+from vattn.prefix import TokenIds, as_ids
 from vattn.store import background
 from vattn.store.background import Fetch
 from vattn.store.blockfile import KEY_BYTES, Block
@@ -104,8 +105,12 @@ class _Request:
         self.cache_salt = salt
         self.num_tokens = len(tokens)
         self.num_computed_tokens = 0
+        self.num_shared_tokens: int | None = None
         self.first_scheduled_time: float | None = None
         self.slot: int | None = None
+
+    def first_ids(self, end: int) -> TokenIds:
+        return as_ids(self._tokens[:end])
 
     def token_ids(self, start: int, end: int) -> list[int]:
         return self._tokens[start:end]
@@ -241,7 +246,7 @@ class Storing:
         have = stored.restore(request, asked.slot, cached)
         self.hits += have - cached
         self._see(asked, have)
-        asked.first_scheduled_time = 0.0
+        asked.first_scheduled_time, asked.num_shared_tokens = 0.0, have
         while have < len(tokens):
             end = min(len(tokens), have + 64)
             self._kv.prepare({asked.slot: end})

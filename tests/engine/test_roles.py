@@ -514,6 +514,21 @@ def test_a_child_of_an_engine_that_decodes_has_no_connection(broker: brokers.Pro
         assert connected()
 
 
+def test_a_fork_leaves_the_sockets_of_its_parent_as_they_are(broker: brokers.Process) -> None:
+    before = socket.getdefaulttimeout()
+    with prefiller(), decoder(), contextlib.ExitStack() as stack:
+        socket.setdefaulttimeout(30)
+        stack.callback(socket.setdefaulttimeout, before)
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        for end in ends:
+            end.setblocking(True)
+        child = os.fork()
+        if not child:
+            os._exit(socket.getdefaulttimeout() != 30)
+        assert os.waitpid(child, 0)[1] == 0
+        assert all(os.get_blocking(end.fileno()) for end in ends)
+
+
 def test_an_engine_that_was_stopped_is_asked_again_when_it_goes_on(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,6 +327,26 @@ def test_what_was_computed_on_a_request_that_failed_goes_with_it(ended: bool, pa
     assert once(path, [*PROMPT, *apart, 1]) == [whole(len(PROMPT))]
 
 
+def test_a_block_that_begins_with_what_a_failed_request_computed_goes_with_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks on disk are longer than the backend's: another request shares the first of these, and no key on disk."""
+    monkeypatch.setattr(stored, "BLOCK_TOKENS", 2 * BLOCK)
+    first, second = ([*PROMPT[: BLOCK + 8], *rest] for rest in make_prompts([60, 60], seed=9))
+    with make_llm(make_model("llama"), path, "paged", block_size=8) as llm:
+        llm.add_request("first", first, SamplingParams(temperature=0, max_tokens=90))
+        llm.step()
+        llm.add_request("second", second, GREEDY)
+        for _ in range(2):
+            llm.step()
+        failed, other = llm.core.scheduler.running
+        assert other.num_cached_tokens == BLOCK + 8
+        llm.core.scheduler.finish(failed, FinishReason.ERROR, FloatingPointError())
+        for _ in range(MAX_TOKENS):
+            llm.step()
+    assert once(path, second) == [0]
+
+
 def test_what_waits_to_be_deleted_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove, go = PrefixStore.remove, threading.Event()
 

@@ -139,7 +139,7 @@ def _repeated(func: Callable[..., Any], rows: Any, *given: Any) -> Repeated | No
             return None
         batch, kv_heads, tokens, head_dim = rows.shape
         return Repeated(rows, 1, (batch, kv_heads, 1, tokens, head_dim))
-    if not isinstance(rows, Repeated) or rows.dim() != 5:
+    if not isinstance(rows, Repeated) or rows.dim() != 5 or rows.is_read:
         return None
     batch, kv_heads, tokens, head_dim = rows.rows.shape
     if func is Tensor.expand:
@@ -167,7 +167,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     rows = key, value
-    if isinstance(key, Repeated) and isinstance(value, Repeated) and key.times == value.times:
+    if isinstance(key, Repeated) and isinstance(value, Repeated) and _are_repeated(query, key, value):
         rows = key.rows, value.rows
     suits = _suits(query, *rows, enable_gqa or rows[0] is not key)
     if suits and not dropout_p and _is_native(query, *rows):
@@ -183,6 +183,17 @@ def _attend(
         return output.reshape(batch, heads, 1, value.shape[3])
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _are_repeated(query: Tensor, key: Repeated, value: Repeated) -> bool:
+    """Whether both are, for these heads, and are what they were made of."""
+    return (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[1] == key.shape[1] == value.shape[1]
+        and key.times == value.times
+        and not key.is_read
+        and not value.is_read
     )
 
 
@@ -234,10 +245,8 @@ def _by_kernels(
         pattern = None if is_causal else _last_mask.pattern(mask, batch, queries, tokens)
     if pattern is None:
         return None
-    if pattern.folded:
-        if heads != key.shape[1]:
-            return None
-        query = query.reshape(batch, heads * queries, 1, head_dim)
+    if pattern.folded and heads != key.shape[1]:
+        return None
     stored, scales = [key, value], []
     if isinstance(key, Coded) and isinstance(value, Coded) and not key.is_read and not value.is_read:
         stored, scales = [key.codes, value.codes], [key.scales, value.scales]
@@ -250,10 +259,14 @@ def _by_kernels(
         if others or rest or between * batch + tokens > _MOST_SLOTS:
             return None
         rows = [each.as_strided(each.shape, (each.stride(1), *each.stride()[1:])) for each in rows]
-    new = query.shape[2]
+    if pattern.folded or queries == 1:
+        new, shape = 1, (batch, heads, queries)
+        flat = query.reshape(batch, heads * queries, head_dim)
+    else:
+        new, shape = queries, (batch, queries, heads)
+        flat = query.transpose(1, 2).reshape(batch * queries, heads, head_dim)
     requests = _requests(pattern.hidden, between, batch, new, tokens)
-    flat = query.transpose(1, 2).reshape(batch * new, query.shape[1], head_dim)
-    output = query.new_empty(batch * new, query.shape[1], value.shape[3])
+    output = query.new_empty(*shape, value.shape[3])
     cpu.attend(
         flat,
         *rows[:2],
@@ -265,11 +278,11 @@ def _by_kernels(
         window=pattern.window,
         out=output,
     )
+    if new == 1:
+        return output
     if requests.unseen is not None:
-        output[requests.unseen] = 0
-    if pattern.folded:
-        return output.view(batch, heads, queries, -1)
-    return output.view(batch, new, heads, -1).transpose(1, 2)
+        output.view(batch * queries, heads, -1)[requests.unseen] = 0
+    return output.transpose(1, 2)
 
 
 class _Pattern(NamedTuple):
@@ -289,6 +302,8 @@ _MOST_SLOTS = 2**31 - 1  # they are counted in 32 bits
 def _pattern(mask: Tensor, batch: int, queries: int, tokens: int) -> _Pattern | None:
     """None for a mask that hides something else, or all keys from a sequence."""
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or not mask.is_cpu:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(mask):
         return None
     sequences, _, rows, shown = mask.shape
     if sequences not in (1, batch) or rows not in (1, queries) or shown != tokens or rows > tokens:

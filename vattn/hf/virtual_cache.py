@@ -66,8 +66,9 @@ class VirtualCache(DynamicCache):
         memory_budget: physical memory that may be mapped, as in `KVConfig`. "auto" is measured at the first update,
             when the model is loaded.
         kv_cache_dtype: "int8" stores 8-bit codes with a scale per token and head (`vattn.quantised`): about half the
-            memory of bfloat16, at the price of a small error and, except in decode steps on a CPU, of a copy of the
-            tokens that a layer attends to. "auto" stores keys and values as computed.
+            memory of bfloat16, at the price of a small error and, where attention is not computed by vattn's kernels
+            or a batch is padded, of a copy of the tokens that a layer attends to. "auto" stores keys and values as
+            computed.
         pool: physical pages shared with other caches.
         options: other keywords of `KVConfig`: page_size, layout, kv_order, guard, overlap, watermark, ...
             `eager_pages` and `watermark` are 0 unless given.
@@ -355,7 +356,9 @@ class VirtualLayer(CacheLayerMixin):
             view.values.narrow(2, start, tokens).copy_(value_states)
             keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
             if view.attended:
-                keys, values = keys.as_subclass(Attended), values.as_subclass(Attended)
+                keys = keys.as_subclass(Attended)
+                if tokens > 1:  # only then transformers may repeat them
+                    values = values.as_subclass(Attended)
         else:
             view.store(key_states, value_states, start)
             keys, values = view.coded(first, end) if view.attended else view.read(first, end)

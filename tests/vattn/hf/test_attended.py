@@ -176,6 +176,44 @@ def test_repeated_keys_are_keys() -> None:
     torch.testing.assert_close(rows[:, :, None, :, :].expand(2, 3, 4, 5, 8)[1, 2, 3], plain[1, 2])
 
 
+def test_what_is_written_to_repeated_values_is_used() -> None:
+    query, keys, values = torch.randn(1, 6, 7, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    with torch.no_grad():
+        ours = [repeated(each.as_subclass(Attended), 3) for each in (keys, values)]
+        ours[1][:, 0] = 0
+        output = scaled_dot_product_attention(query, *ours, causal([0], 7, 50))
+        opened = values.as_subclass(Attended)[:, :, None, :, :]
+        opened[:, 1] = 0
+        assert not repeated(opened.squeeze(2), 3)[:, 3:].any()
+        again = opened.expand(1, 2, 3, 50, 16).reshape(1, 6, 50, 16)
+    assert not output[:, 0].any()
+    assert output[:, 1:].any()
+    assert not again[:, 3:].any()
+
+
+@pytest.mark.parametrize("heads", [2, 12])
+def test_queries_of_other_heads_than_are_repeated(heads: int) -> None:
+    keys, values = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    with torch.no_grad():
+        ours = [repeated(each.as_subclass(Attended), 3) for each in (keys, values)]
+        with pytest.raises(RuntimeError):
+            scaled_dot_product_attention(torch.randn(1, heads, 7, 16), *ours, causal([0], 7, 50))
+        opened = [each.as_subclass(Attended)[:, :, None, :, :] for each in (keys, values)]
+        output = scaled_dot_product_attention(query := torch.randn(1, 2, 1, 7, 16), *opened)
+    torch.testing.assert_close(output, scaled_dot_product_attention(query, keys[:, :, None], values[:, :, None]))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of its own kernel under vmap
+def test_masks_without_memory_are_torchs() -> None:
+    query, keys, values = (torch.randn(1, 2, length, 16) for length in (1, 50, 50))
+    masks = torch.rand(3, 1, 1, 1, 50) > 0.5
+    output = torch.vmap(lambda mask: scaled_dot_product_attention(query, keys.as_subclass(Attended), values, mask))(
+        masks
+    )
+    expected = [scaled_dot_product_attention(query, keys, values, mask) for mask in masks]
+    torch.testing.assert_close(as_plain(output), torch.stack(expected))
+
+
 def test_only_keys_are_repeated(native: Mock) -> None:
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 4, 50, 16)
     with torch.no_grad():
