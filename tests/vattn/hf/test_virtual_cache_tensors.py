@@ -393,7 +393,7 @@ def gradients(model: transformers.PreTrainedModel, cache: Any, prefix: int) -> l
 @pytest.mark.parametrize("prefix", [0, 25])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 def test_gradients_flow_through_new_tokens(family: str, prefix: int) -> None:
-    model = make_model(family).double()  # rounding is multiplied on the way back
+    model = copy.deepcopy(make_model(family)).double()  # rounding is multiplied on the way back
     want = gradients(model, DynamicCache(config=model.config), prefix)
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         got = gradients(model, cache, prefix)
