@@ -72,12 +72,11 @@ def run(quick: bool) -> Report:
 
 
 def _row(model: PreTrainedModel, which: _Pass, rounds: int) -> Row:
-    caches: dict[str, Cache] = {
-        "dynamic": DynamicCache(config=model.config),
-        "virtual": vattn.VirtualCache(model, max_context_len=model.config.max_position_embeddings),
-    }
-    times = interleave({kind: _begin(model, cache, which) for kind, cache in caches.items()}, rounds, warmup=_WARMUP)
-    row: Row = {
+    with vattn.VirtualCache(model, max_context_len=model.config.max_position_embeddings) as virtual:
+        caches = {"dynamic": DynamicCache(config=model.config), "virtual": virtual}
+        passes = {kind: _begin(model, cache, which) for kind, cache in caches.items()}
+        times = interleave(passes, rounds, warmup=_WARMUP)
+    return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "pass": which.name,
         "sequences": which.batch,
@@ -86,10 +85,6 @@ def _row(model: PreTrainedModel, which: _Pass, rounds: int) -> Row:
         **{f"{kind} ms": 1e3 * median(seconds) for kind, seconds in times.items()},
         "dynamic / virtual": median(a / b for a, b in zip(times["dynamic"], times["virtual"], strict=True)),
     }
-    for cache in caches.values():
-        if isinstance(cache, vattn.VirtualCache):
-            cache.close()
-    return row
 
 
 @torch.no_grad()

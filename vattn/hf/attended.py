@@ -29,8 +29,6 @@ from torch.utils._pytree import tree_map_only
 from vattn import cpu
 from vattn.quantised import dequantise
 
-_ALL = slice(None)
-
 
 class Attended(Tensor):
     """Keys or values `[batch, num_kv_heads, tokens, head_dim]` for which SDPA computes as this module says."""
@@ -118,8 +116,10 @@ class Repeated(_Lazy):
         return opened.contiguous().view(self.shape)  # as other operations take its strides to be
 
 
-# The operations of transformers' `repeat_kv`.
+# The operations of transformers' `repeat_kv`, and the index of the first.
 _REPEATING = {Tensor.__getitem__, Tensor.expand, Tensor.reshape}
+_OPENED = (slice(None), slice(None), None, slice(None), slice(None))
+_OPENING = [*map(type, _OPENED)]
 # These refuse subclasses, before any dispatch.
 _COPYING = {Tensor.__deepcopy__, Tensor.__array__, Tensor.numpy, Tensor.tolist}
 
@@ -135,6 +135,7 @@ def _repeated(func: Callable[..., Any], rows: Any, *given: Any) -> Repeated | No
         return None
     if func is Tensor.__getitem__:
         (index,) = given
+        # Types first: tensors in an index are compared element by element.
         if rows.dim() != 4 or not isinstance(index, tuple) or [*map(type, index)] != _OPENING or index != _OPENED:
             return None
         batch, kv_heads, tokens, head_dim = rows.shape
@@ -149,10 +150,6 @@ def _repeated(func: Callable[..., Any], rows: Any, *given: Any) -> Repeated | No
     if given == (whole := (batch, kv_heads * rows.times, tokens, head_dim)):
         return Repeated(rows.rows, rows.times, whole)
     return None
-
-
-_OPENED = (_ALL, _ALL, None, _ALL, _ALL)
-_OPENING = [*map(type, _OPENED)]
 
 
 def _attend(
@@ -187,7 +184,7 @@ def _attend(
 
 
 def _are_repeated(query: Tensor, key: Repeated, value: Repeated) -> bool:
-    """Whether both are, for these heads, and are what they were made of."""
+    """Whether keys and values are repeated for these heads, and are still what they were made of."""
     return (
         query.dim() == key.dim() == value.dim() == 4
         and query.shape[1] == key.shape[1] == value.shape[1]
@@ -243,9 +240,7 @@ def _by_kernels(
         pattern = _NOTHING_HIDDEN if queries == (tokens if is_causal else 1) else None
     else:
         pattern = None if is_causal else _last_mask.pattern(mask, batch, queries, tokens)
-    if pattern is None:
-        return None
-    if pattern.folded and heads != key.shape[1]:
+    if pattern is None or (pattern.folded and heads != key.shape[1]):
         return None
     stored, scales = [key, value], []
     if isinstance(key, Coded) and isinstance(value, Coded) and not key.is_read and not value.is_read:
@@ -329,15 +324,15 @@ class _LastMask(local):
 
     _mask: Callable[[], Tensor | None] = staticmethod(lambda: None)
     _state: tuple[int, ...] | None = None
-    _pattern: _Pattern | None = None
+    _found: _Pattern | None = None
 
     def pattern(self, mask: Tensor, batch: int, queries: int, tokens: int) -> _Pattern | None:
         # Inference tensors do not count their changes.
         state = None if mask.is_inference() else (mask._version, batch, queries, tokens)
         if state is None or self._mask() is not mask or self._state != state:
-            self._pattern = _pattern(mask, batch, queries, tokens)
+            self._found = _pattern(mask, batch, queries, tokens)
             self._mask, self._state = weakref.ref(mask), state
-        return self._pattern
+        return self._found
 
 
 _last_mask = _LastMask()
