@@ -22,6 +22,12 @@ QUESTION = "How much memory do the same requests take?"
 
 _MIB = 2**20
 _MAX_MODEL_LEN = 2048
+# As kernels for CPUs read it fastest, a page of the demo's model has 32 tokens of one head, twice as many as a block;
+# in the other order it has 16 tokens of both.
+_SIDES: tuple[tuple[str, str, dict[str, str]], ...] = (
+    *((kv, kv, {}) for kv in BACKENDS),
+    ("virtual NHD", "virtual", {"kv_order": "NHD"}),
+)
 
 
 def run(quick: bool) -> Report:
@@ -30,25 +36,26 @@ def run(quick: bool) -> Report:
     figures: list[Row] = []
     for count in counts:
         peaks, waste, tokens = {}, {}, []
-        for kv in BACKENDS:
+        for name, kv, options in _SIDES:
             done = run_queue(
                 queue.first(count),
                 max_tokens=max_tokens,
                 kv=kv,
+                kv_options=options,
                 max_num_seqs=count,
                 max_num_batched_tokens=512,
                 max_model_len=_MAX_MODEL_LEN,
             )
             stats = [record.kv for record in done.records]
-            peaks[kv] = max(held_bytes(kv, each) for each in stats) / _MIB
-            waste[kv] = sum(s.waste_bytes for s in stats) / max(1, sum(s.used_bytes for s in stats))
+            peaks[name] = max(held_bytes(kv, each) for each in stats) / _MIB
+            waste[name] = sum(s.waste_bytes for s in stats) / max(1, sum(s.used_bytes for s in stats))
             tokens = done.cached_tokens
         figures.append(
             {
                 "requests": count,
                 "mean tokens": sum(tokens) / count,
-                **{f"{kv} MiB": peaks[kv] for kv in ("static", "dynamic", "paged", "virtual")},
-                **{f"{kv} waste %": 100 * waste[kv] for kv in ("static", "paged", "virtual")},
+                **{f"{name} MiB": peak for name, peak in peaks.items()},
+                **{f"{name} waste %": 100 * share for name, share in waste.items() if name != "dynamic"},
             }
         )
 
@@ -65,6 +72,7 @@ def run(quick: bool) -> Report:
             "MiB": "at the peak: what running requests hold; static: all slots; dynamic: with the copy to grow by",
             "waste": "share of the memory of running requests that holds no token, mean over the steps",
             "block_size": 16,
+            "virtual NHD": "kv_order='NHD': all heads of a token side by side, so that a page has fewer tokens",
         },
         figures=figures,
         goals=[
@@ -80,11 +88,17 @@ def run(quick: bool) -> Report:
 def compare(record: Record) -> list[Comparison]:
     return [
         Comparison(
-            f"`{kv}` holds {{}} times as much memory as `virtual`",
+            f"`{kv}` holds {{}} times as much memory as `{virtual}`",
             record,
-            columns(record, f"{kv} MiB", "virtual MiB"),
+            columns(record, f"{kv} MiB", f"{virtual} MiB"),
         )
-        for kv in ("paged", "static", "dynamic")
+        for kv, virtual in (
+            ("paged", "virtual"),
+            ("paged", "virtual NHD"),
+            ("static", "virtual"),
+            ("dynamic", "virtual"),
+        )
+        if f"{virtual} MiB" in record["figures"][0]
     ]
 
 
