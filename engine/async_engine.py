@@ -158,7 +158,8 @@ class AsyncEngine:
             return sum(len(stream.group.unfinished()) or 1 for stream in self._streams.values())
 
     async def call(self, function: Callable[[], _T]) -> _T:
-        """What `function` returns or raises, on the engine thread between two steps, where it may use the LLM.
+        """What `function` returns or raises, on the engine thread between two steps, where it may use the LLM, but not
+        add requests to it or step it. The stream of a request that it aborts ends.
 
         Raises:
             EngineStopped: the engine was shut down, or died.
@@ -480,6 +481,7 @@ class AsyncEngine:
             with self._changed:
                 function, future = self._calls.pop(0)
             _answer(function, future)
+            self._deliver([])
         if stopping:
             self.core.wake_up()
         return self.core.has_unfinished() or not stopping
@@ -488,7 +490,14 @@ class AsyncEngine:
         return self.core.has_unfinished() and not self.core.asleep
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand over these outputs, and the last ones of requests that a call, or `on_step`, has aborted."""
         with self._changed:
+            ended = sum(output.finished for output in outputs)
+            if len(self._streams) - len(self._arriving) - ended > self.core.num_groups:
+                there = {*self._arriving, *(self._streams[output.request_id] for output in outputs)}
+                lost = [stream for stream in self._streams.values() if stream not in there]
+                last = [stream.group.output() for stream in lost if not stream.group.unfinished()]
+                outputs = [*outputs, *(output for output in last if output is not None)]
             # Kept until they are handed over, so that an error on the way reaches these streams, too.
             self._delivering = [(self._streams[output.request_id], output) for output in outputs]
             for output in outputs:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -107,7 +107,8 @@ class EngineCore:
         self._changed: list[Request] = []  # requests with news for the next outputs
         self._outputs: list[RequestOutput] = []  # what no step has returned
         self.loaded = loaded = LoadedModel(config)
-        try:
+        with ExitStack() as opened:
+            opened.callback(loaded.close)
             self.intake = Intake(
                 PromptReader(loaded.tokenizer, loaded.vocab_size, loaded.max_model_len),
                 TokenText(loaded.tokenizer),
@@ -117,10 +118,16 @@ class EngineCore:
                 max_logprobs=config.max_logprobs,
                 seed=config.seed,
             )
+            opened.callback(self.intake.grammars.close)
             self._decode_token = self.intake.text.of_token
             self.kv = _make_kv(config, loaded)
+            opened.callback(self.kv.close)
             self.stored = _make_stored(config, loaded, self.kv)
+            if self.stored is not None:
+                opened.callback(self.stored.close)
             self.remote = _make_remote(config, loaded, self.kv)
+            if self.remote is not None:
+                opened.callback(self.remote.close)
             # Where prompts of other engines are computed; not any more once this one shares nothing.
             self._rows = _make_rows(loaded, self.kv) if config.role == "prefill" and self.kv.sharing else None
             self.scheduler = _make_scheduler(config, loaded, self.kv, self.stored, self.remote)
@@ -134,12 +141,11 @@ class EngineCore:
                 latents=loaded.latents,
                 graphs_up_to=None if config.enforce_eager else config.max_num_seqs,
             )
+            opened.callback(self.runner.close)
             self.threads = Threads(config.num_threads, on_cpu=loaded.model.device.type == "cpu")
             most_tokens = min(loaded.max_num_batched_tokens, loaded.max_model_len)
             self.threads.measure(self.runner.rehearse, {"decode": config.max_num_seqs, "prefill": most_tokens})
-        except BaseException:
-            loaded.close()
-            raise
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """End all requests, free the cache and restore the model's attention. Idempotent.
@@ -165,14 +171,7 @@ class EngineCore:
         self._outputs.clear()
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
-        self.runner.close()
-        if self.stored is not None:
-            self.stored.close()
-        if self.remote is not None:
-            self.remote.close()
-        self.kv.close()
-        self.loaded.close()
-        self.intake.grammars.close()
+        self._opened.close()
         self._closed = True
 
     @property
@@ -526,11 +525,8 @@ class EngineCore:
                     # Otherwise layers with a window would count what is reserved as computed, and give it back.
                     self.kv.prepare(dict.fromkeys(plan.reserve, 0))
                 self.kv.prepare(plan.lengths, plan.next_lengths, look_ahead=not self.runner.launches)
-                for entry in plan.entries:
-                    if entry.request.saved is not None:
-                        assert self._swap is not None
-                        self._swap.load(entry.request)
-                return plan, preempted, seconds + time.monotonic() - start
+                if all(self._load(request) for request in plan.requests):
+                    return plan, preempted, seconds + time.monotonic() - start
             except OutOfPages as error:
                 refused = True
                 if len(self.scheduler.running) > 1:
@@ -545,6 +541,10 @@ class EngineCore:
             except VattnError as error:
                 self._fail(plan.requests, error)
             seconds += time.monotonic() - start
+
+    def _load(self, request: Request) -> bool:
+        """Whether what the plan counts as computed is in the request's slot; a copy is brought back into it."""
+        return request.saved is None or self._swap is None or self._swap.load(request)
 
     def _fits(self, requests: Sequence[Request]) -> bool:
         """Whether the cache could hold each of them alone, as far as its operator allows now."""

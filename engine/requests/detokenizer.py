@@ -9,6 +9,7 @@ string until it is known not to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 Decode = Callable[[list[int]], str]
 
@@ -70,7 +71,7 @@ class Detokenizer:
             ]
             found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
             if found:
-                end, start, stop = min(found)
+                end, start, stop = min(found, key=itemgetter(0))  # the first of the list, of those that end together
                 self._texts.append(text[: end if self._include_stop else start])
                 self._held = self._pending = ""
                 return stop

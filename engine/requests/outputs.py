@@ -73,7 +73,7 @@ class RequestOutput:
     Attributes:
         prompt: the prompt's text, if it was given as text.
         prompt_logprobs: for each prompt token, as `CompletionOutput.logprobs`, None for the first; None unless
-            `prompt_logprobs` was asked for and the whole prompt has been computed.
+            `prompt_logprobs` was asked for and the whole prompt has been computed. Every DELTA output has all of them.
         outputs: `n` completions; of a DELTA output, only those with news, and of them only the news.
         error: the error behind a finish reason "error".
         num_cached_tokens: prompt tokens that were in the prefix cache.

@@ -6,6 +6,7 @@ the machine, so both are estimated from measurements: seconds per prefilled toke
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -17,6 +18,8 @@ from vattn.attention import PackedBatch, Span
 from ..checks import checked_choice
 from ..kv.base import KVBackend
 from ..requests.request import Request, SavedKV
+
+logger = logging.getLogger(__name__)
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
@@ -73,16 +76,20 @@ class SwapSpace:
         self._seconds_per_token = _mean(self._seconds_per_token, seconds / num_tokens)
 
     def save(self, request: Request) -> SavedKV | None:
-        """A copy of a running request's cache; None if it is to be recomputed."""
+        """A copy of a running request's cache; None if it is to be recomputed, as where there is no memory for one."""
         length = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest is recomputed for its logits
         if request.slot is None or not self._worthwhile(length):
             return None
         start = time.perf_counter()
         layers = []
-        for layer, window in enumerate(self._windows):
-            # Tokens that no later query sees may be gone already.
-            first = 0 if window is None else max(0, length - window + 1)
-            layers.append(self._kv.copy_out(layer, request.slot, length, first))
+        try:
+            for layer, window in enumerate(self._windows):
+                # Tokens that no later query sees may be gone already.
+                first = 0 if window is None else max(0, length - window + 1)
+                layers.append(self._kv.copy_out(layer, request.slot, length, first))
+        except Exception as error:
+            logger.warning("a preempted request will be recomputed, as its cache cannot be copied: %s", error)
+            return None
         num_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
         saved = SavedKV(length, layers, num_bytes)
         self._copied(saved.num_bytes, time.perf_counter() - start)
@@ -90,18 +97,29 @@ class SwapSpace:
         self.num_saved += 1
         return saved
 
-    def load(self, request: Request) -> None:
-        """Copy a running request's saved tokens back into its slot, which is prepared for them, and drop the copy."""
+    def load(self, request: Request) -> bool:
+        """Copy a running request's saved tokens back into its slot, which is prepared for them, and drop the copy.
+
+        Returns:
+            Whether its slot has them; if not, as where there is no memory for a copy, it is to be recomputed.
+        """
         saved, slot = request.saved, request.slot
         assert saved is not None
         assert slot is not None
         start = time.perf_counter()
-        for layer, rows in enumerate(saved.layers):
-            batch = PackedBatch((Span(slot, saved.length - len(rows[0]), saved.length),), self._device)
-            self._kv.copy_in(layer, batch, [tensor.to(self._device) for tensor in rows])
+        try:
+            for layer, rows in enumerate(saved.layers):
+                batch = PackedBatch((Span(slot, saved.length - len(rows[0]), saved.length),), self._device)
+                self._kv.copy_in(layer, batch, [tensor.to(self._device) for tensor in rows])
+        except Exception as error:
+            logger.warning("a preempted request is recomputed, as its cache cannot be copied back: %s", error)
+            self.forget(request)
+            request.num_computed_tokens = 0
+            return False
         self._copied(saved.num_bytes, time.perf_counter() - start)
         self.num_loaded += 1
         self.forget(request)
+        return True
 
     def recount(self, requests: Sequence[Request]) -> None:
         """Recompute `used_bytes` after an interrupted call, from all requests that may have a copy."""

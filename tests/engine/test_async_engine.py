@@ -610,6 +610,27 @@ def test_calls_between_steps() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_call_or_on_step_that_aborts_a_request_ends_its_stream(kind: RequestOutputKind) -> None:
+    async def test() -> None:
+        aborting: list[str] = []
+        llm = make_llm(on_step=lambda record: [llm.abort(aborting.pop()) for _ in aborting[:]])
+        async with serving(llm) as engine:
+            params = LONG.clone(output_kind=kind)
+            streams = [await engine.add([2, 3, number], params, f"{number}") for number in range(3)]
+            await engine.call(lambda: llm.abort("1"))
+            aborting.append("2")
+            outputs = [[output async for output in stream] for stream in streams]
+            assert [each[-1].outputs[0].finish_reason for each in outputs if each[-1].outputs] == (
+                ["length"] if kind is RequestOutputKind.DELTA else ["length", "abort", "abort"]
+            )
+            assert all(each[-1].finished for each in outputs)
+            assert engine.num_unfinished == 0
+            assert await collect(engine, [2, 3, 4], GREEDY, request_id="1"), "the name is free"
+
+    run(test())
+
+
 def test_calls_as_of_vllm() -> None:
     async def test() -> None:
         async with serving(make_llm()) as engine:

@@ -19,6 +19,7 @@ from tests.support.effort import covering
 from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
 from tests.support.waiting import wait_until
 from vattn.engine import LLM, AsyncEngine, RequestOutput, SamplingParams
+from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.model.fingerprint import fingerprint
 from vattn.engine.requests.request import FinishReason
 from vattn.engine.scheduling import stored
@@ -580,6 +581,22 @@ def test_what_makes_no_sense_is_refused(path: Path, options: dict[str, Any], say
     with pytest.raises(ConfigError, match=says):
         LLM(make_model("llama"), **{"kv_store": path, "skip_tokenizer_init": True, **options})
     assert not path.exists()
+
+
+def test_an_engine_that_cannot_be_made_keeps_no_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its error is kept, as notebooks do, another one has the memory."""
+    closed: list[VirtualKV] = []
+    close = VirtualKV.close
+
+    def noted(kv: VirtualKV) -> None:
+        closed.append(kv)
+        close(kv)
+
+    monkeypatch.setattr(VirtualKV, "close", noted)
+    path.write_text("no folder")
+    with pytest.raises(ConfigError, match="store"):
+        make_llm(make_model("llama"), path)
+    assert len(closed) == 1
 
 
 def test_a_store_has_no_more_bytes_than_its_size(path: Path) -> None:

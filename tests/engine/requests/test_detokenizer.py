@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -141,6 +142,7 @@ STOPS: list[tuple[list[str], str, str, str | None]] = [
     (["aab"], "aaab", "a", "aab"),
     (["xyz", "yz"], "axyz", "a", "xyz"),
     (["bcd", "c"], "abcd", "ab", "c"),
+    (["yz", "xyz"], "axyz", "ax", "yz"),
     (["中文"], "a 中文", "a ", "中文"),
     (["\n\n"], "one\n\ntwo", "one", "\n\n"),
     (["nowhere"], "some text", "some text", None),
@@ -220,7 +222,8 @@ def test_stop_strings_as_in_the_whole_text(pieces: list[str], stops: list[str], 
     for token, piece in enumerate(pieces):
         known, text = len(text), text + piece
         places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in stops]
-        found = min(((start + len(stop), start, stop) for start, stop in places if start >= 0), default=None)
+        ends = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
+        found = min(ends, key=itemgetter(0), default=None)
         stopped = detokenizer.push(token, may_stop=token >= too_early)
         if token >= too_early and found is not None:
             end, start, stop = found

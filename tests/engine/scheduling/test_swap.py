@@ -98,6 +98,37 @@ def test_what_is_aborted_keeps_no_copy() -> None:
         llm.check()
 
 
+@pytest.mark.parametrize("call", ["copy_out", "copy_in"])
+def test_what_cannot_be_copied_is_recomputed(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(make_model("llama"), max_num_seqs=4, max_model_len=128, preemption_mode="swap") as llm:
+        prompts = [[3, 7, 11] * 10, [4, 8] * 10]
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        llm.reset_prefix_cache()
+        for name, prompt in zip("ab", prompts, strict=True):
+            llm.add_request(name, prompt, params)
+        llm.step()
+        llm.step()
+        calls = 0
+
+        def fail(*arguments: object) -> None:
+            nonlocal calls
+            calls += 1
+            raise torch.OutOfMemoryError("no memory for a copy")
+
+        monkeypatch.setattr(llm.core.kv, call, fail)
+        request = llm.core.scheduler.preempt_last()
+        assert (request.saved is None) == (call == "copy_out")
+        outputs = {}
+        while llm.has_unfinished():
+            outputs |= {output.request_id: output for output in llm.step()}
+        assert calls == 1
+        assert [outputs[name].outputs[0].token_ids for name in "ab"] == expected
+        assert llm.core.scheduler.swap is not None
+        assert llm.core.scheduler.swap.used_bytes == 0
+        llm.check()
+
+
 def test_copies_of_what_a_failed_request_published_are_dropped() -> None:
     """A preempted request that was admitted with its blocks is computed again; another one keeps its copy."""
     sharing, alone = [3] * 40, [4] * 40
