@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 
 import pytest
 import torch
@@ -41,6 +42,12 @@ def frozen() -> None:
     """The objects of torch, transformers and pytest are nearly all that a collection looks at; they stay."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """A test draws the same numbers in every run and every order, and each test others."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(params=KVS)

@@ -38,13 +38,17 @@ class Attended(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is scaled_dot_product_attention:
+            if len(types) > 1 and not all(issubclass(kind, Attended) for kind in types):
+                args, kwargs = tree_map_only(Attended, as_plain, (args, kwargs or {}))
+            elif func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
-            if func in _REPEATING and not kwargs and (repeated := _repeated(func, *args)) is not None:
+            elif func in _REPEATING and not kwargs and (repeated := _repeated(func, *args)) is not None:
                 return repeated
-            if func in _COPYING:
-                args = tree_map_only(Attended, as_plain, args)
-            return func(*args, **(kwargs or {}))
+            else:
+                if func in _COPYING:
+                    args = tree_map_only(Attended, as_plain, args)
+                return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)  # a mask or a weight with behaviour of its own, which is on again
 
 
 class _Lazy(Attended):

@@ -59,7 +59,8 @@ class VirtualCache(DynamicCache):
 
     Args:
         model_or_config: the model, or its config.
-        max_context_len: most tokens of a row; only address space depends on it. By default the model's limit.
+        max_context_len: most tokens of a row; only address space depends on it. By default the model's limit
+            on positions; where tokens of images have none (GIT), it has to be larger.
         max_batch_size: most rows (prompts times beams). Address space is reserved for this many, so that rows added
             later share memory with the rows that they repeat. By default the rows of the first update; if more are
             needed later, all rows move to a larger reservation.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 
 from vattn import cpu
@@ -22,7 +24,7 @@ def coded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Coded, Tenso
     return Coded(codes, scales, dtype), dequantise(codes, scales, torch.empty(codes.shape, dtype=dtype))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-4), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_decode_steps_read_codes(dtype: torch.dtype, tolerance: float) -> None:
     keys, plain_keys = coded(2, 3, 300, 64, dtype=dtype)
     values, plain_values = coded(2, 3, 300, 40, dtype=dtype)
@@ -146,7 +148,8 @@ def test_a_prompt(kind: str, native: Mock) -> None:
     )
     asked = (keys, values) if kind == "coded" else (plain_keys.as_subclass(Attended), plain_values)
     output = scaled_dot_product_attention(query, *asked, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(output.double(), expected, atol=1e-4, rtol=1e-4)
+    tolerance = 5e-4 if kind == "coded" else 1e-5  # the kernels read codes with queries of 16 bits
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
     assert native.call_count == 1
     assert not keys.is_read
 
@@ -278,7 +281,7 @@ def test_codes_whose_sequences_are_padded(native: Mock) -> None:
     for hidden, calls in (([0, 0], 1), ([4, 0], 1)):
         output = scaled_dot_product_attention(query, keys, values, padding(hidden, 50))
         plain = dequantise(codes, scales, torch.empty(codes.shape))[:, :, :50]
-        torch.testing.assert_close(output, exactly(query, plain, plain, hidden), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(output, exactly(query, plain, plain, hidden), atol=5e-4, rtol=5e-4)
         assert native.call_count == calls
 
 
@@ -293,6 +296,18 @@ def test_steps_that_the_kernels_cannot_compute(how: dict[str, object]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of its own kernel under vmap
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("coded_rows", [False, True])
+def test_masks_that_know_themselves_what_they_hide(bias: Callable[[int, int], Tensor], coded_rows: bool) -> None:
+    """torch's biases are tensors without contents: what they hide is in what they do when SDPA gets them."""
+    query = torch.randn(1, 2, 3, 16)
+    keys, values = (coded(1, 2, 9, 16) for _ in range(2))
+    expected = scaled_dot_product_attention(query, keys[1], values[1], attn_mask=bias(3, 9))
+    given = [each[0] if coded_rows else each[1].as_subclass(Attended) for each in (keys, values)]
+    torch.testing.assert_close(scaled_dot_product_attention(query, *given, attn_mask=bias(3, 9)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_queries_without_memory_are_torchs() -> None:
     keys, values = (torch.randn(1, 2, 50, 16).as_subclass(Attended) for _ in range(2))
     with pytest.raises(RuntimeError, match="same device"):
