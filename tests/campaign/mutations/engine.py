@@ -57,7 +57,7 @@ def model_is_kept() -> None:
     from vattn.engine.core import EngineCore
 
     loading.weakref = SimpleNamespace(finalize=lambda *_: SimpleNamespace())  # type: ignore[attr-defined]
-    _replaced(EngineCore, "__init__", "except BaseException:", "except ():")
+    _replaced(EngineCore, "__init__", "opened.callback(loaded.close)", "pass")
 
 
 @mutation("second campaign", "log probabilities of structured outputs are from before the mask", "engine")
