@@ -103,6 +103,7 @@ class LoadedModel:
         try:
             self._undo.append(partial(_leave, self.model, user := object()))
             _attend_by_vattn(self.model, user)
+            _pack_again(self.model)  # another engine may have packed weights that were changed since
             self.shape = packed.kv_shape(self.model)
             if not config.enforce_eager:
                 self.latents = packed.find_latents(self.model, self.shape)
@@ -126,8 +127,7 @@ class LoadedModel:
         """Pack the weights that a model that was given as an object has now."""
         for latent in self.latents.values():
             latent.pack()
-        if (optimized := _changes[self.model].optimized) is not None:
-            optimized.pack()
+        _pack_again(self.model)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; a ConfigError where there is none."""
@@ -148,6 +148,12 @@ def _attend_by_vattn(model: PreTrainedModel, user: object) -> None:
         if previous != packed.NAME:
             changes.undo.append(partial(model.set_attn_implementation, previous))
             model.set_attn_implementation(packed.NAME)
+
+
+def _pack_again(model: PreTrainedModel) -> None:
+    with _changing:
+        if (optimized := _changes[model].optimized) is not None:
+            optimized.pack()
 
 
 def _leave(model: PreTrainedModel, user: object) -> None:

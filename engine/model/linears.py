@@ -53,7 +53,8 @@ class Packed:
         for linear, shapes in zip(self._linears, self._shapes, strict=True):
             if (now := _shapes(linear)) != shapes:
                 raise ConfigError(
-                    f"a linear layer's weight and bias, {shapes}, are now {now}; close this LLM and make another one"
+                    f"a linear layer's weight and bias, {shapes}, are now {now}; close every LLM over this "
+                    "model and make another one"
                 )
 
     def pack(self) -> None:

@@ -134,14 +134,14 @@ class _Parts:
         if wrong := [now for before, now in norms if (now.shape, now.dtype) != (before.shape, before.dtype)]:
             raise ConfigError(
                 f"a norm's weight is now {list(wrong[0].shape)} in {str(wrong[0].dtype).removeprefix('torch.')}; close "
-                "this LLM and make another one"
+                "every LLM over this model and make another one"
             )
         sinks = [(before, cast(Tensor, getattr(module, name))) for module, (name, before) in self._sinks.items()]
         for before, now in sinks:
             if now.shape != before.shape:
                 raise ConfigError(
-                    f"an attention's sinks are now {list(now.shape)} and were {list(before.shape)}; close this LLM and "
-                    "make another one"
+                    f"an attention's sinks are now {list(now.shape)} and were {list(before.shape)}; close every LLM "
+                    "over this model and make another one"
                 )
         for each in products:
             each.pack()

@@ -52,6 +52,34 @@ def test_weights_that_change_count_after_a_reset(family: str) -> None:
         assert places == [tensor.data_ptr() for latent in latents for tensor in (latent._to_keys, latent._to_values)]
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "deepseek-v3"])
+def test_an_engine_that_is_made_over_changed_weights_has_them(family: str, eager: bool) -> None:
+    """Beside one that packed the weights of before, as where a cell with `llm = LLM(model)` is run again."""
+    model, other = _model(family), _model(family)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.75)
+    with LLM(copy.deepcopy(other)) as beside, LLM(beside.core.loaded.model, enforce_eager=eager) as llm:
+        expected = _generate(llm)
+    with LLM(model) as before:
+        assert _generate(before) != expected
+        model.load_state_dict(other.state_dict())
+        with LLM(model, enforce_eager=eager) as llm:
+            assert _generate(llm) == expected
+
+
+def test_an_engine_that_is_made_over_weights_of_another_shape() -> None:
+    model = _model("qwen2")
+    with LLM(model) as llm:
+        expected = _generate(llm)
+        model.get_output_embeddings().float()
+        with pytest.raises(ConfigError, match="in float32 and none; close every LLM over this model and make another"):
+            LLM(model)
+        model.get_output_embeddings().bfloat16()
+        assert _generate(llm) == expected
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
 def test_weights_that_are_swapped_back(family: str) -> None:
     """Tensors of the caller are read, and never written."""
@@ -113,7 +141,7 @@ def test_sinks_of_another_shape() -> None:
     attention = model.model.layers[0].self_attn
     with LLM(model) as llm:
         attention.sinks = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        with pytest.raises(ConfigError, match=r"an attention's sinks are now \[3\] and were \[4\]; close this"):
+        with pytest.raises(ConfigError, match=r"an attention's sinks are now \[3\] and were \[4\]; close every"):
             llm.reset_prefix_cache()
 
 
@@ -128,7 +156,7 @@ def test_weights_that_become_others() -> None:
             for name, parameter in model.named_parameters():
                 parameter.mul_(1 if "embed" in name else 0.75)
         head.weight = torch.nn.Parameter(weight.float())
-        with pytest.raises(ConfigError, match=r"are now \[\d+, 32\] in float32 and none; close this LLM and make ano"):
+        with pytest.raises(ConfigError, match=r"are now \[\d+, 32\] in float32 and none; close every LLM over thi"):
             llm.reset_prefix_cache()
         head.weight = weight
         assert _generate(llm) == expected
