@@ -204,6 +204,27 @@ def test_gradients_beside_an_engine(family: str) -> None:
         assert ours is None or theirs is None or torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "opt"])
+def test_forwards_of_the_caller_have_the_weights_of_now(family: str) -> None:
+    """Of the model and its parts, without gradients, and without a reset; those of the engine have them after one."""
+    model, other = _model(family), _model(family)
+    ids = torch.tensor([_PROMPTS[0]])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.75)
+    with LLM(copy.deepcopy(other)) as llm:
+        expected = _generate(llm)
+    with LLM(model) as llm:
+        before = _generate(llm)
+        model.load_state_dict(other.state_dict())
+        for without_gradients in (torch.no_grad(), torch.inference_mode()):
+            with without_gradients:
+                logits = model(input_ids=ids, use_cache=False).logits
+                assert torch.equal(logits, other(input_ids=ids, use_cache=False).logits)
+        llm.reset_prefix_cache()
+        assert _generate(llm) == expected != before
+
+
 @pytest.mark.parametrize("first_to_close", [0, 1])
 @pytest.mark.parametrize("eager", [(False, False), (True, False), (False, True)])
 def test_two_engines_over_a_model(eager: tuple[bool, bool], first_to_close: int) -> None:
