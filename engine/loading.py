@@ -124,10 +124,16 @@ class LoadedModel:
                 changes.optimized = optimized
 
     def pack_again(self) -> None:
-        """Pack the weights that a model that was given as an object has now."""
+        """Pack the weights that a model that was given as an object has now.
+
+        Raises:
+            ConfigError: some are no longer of the shape and type that they had; none is packed then.
+        """
+        for latent in self.latents.values():
+            latent.check()
+        _pack_again(self.model)
         for latent in self.latents.values():
             latent.pack()
-        _pack_again(self.model)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; a ConfigError where there is none."""

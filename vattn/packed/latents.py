@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, Blocks, Contiguous, KVSource, PackedBatch, Span
 from vattn.cpu import copied
+from vattn.errors import ConfigError
 from vattn.packed.shape import KVShape, LayerShape
 
 _handing: ContextVar[Mapping[nn.Module, LatentAttention]] = ContextVar("_handing", default=MappingProxyType({}))
@@ -78,6 +79,20 @@ class LatentAttention:
         self._v_head_dim = v_head_dim
         self._packed: tuple[Tensor, Tensor] | None = None
         self.pack()
+
+    def check(self) -> None:
+        """Raises a ConfigError if the projection's weight is no longer of the shape and type that it had."""
+        weight = self._module.kv_b_proj.weight
+        rows = len(self._to_keys) * (self._nope + self._v_head_dim)
+        shapes = [
+            f"{list(shape)} in {str(dtype).removeprefix('torch.')}"
+            for shape, dtype in ((weight.shape, weight.dtype), ((rows, self._rank), self._to_keys.dtype))
+        ]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"kv_b_proj is now {shapes[0]} and was {shapes[1]}; close every LLM over this model and make another "
+                "one"
+            )
 
     def pack(self) -> None:
         """Takes the weights that the module has now. Where they lie stays: captured graphs have addresses."""

@@ -145,21 +145,39 @@ def test_sinks_of_another_shape() -> None:
             llm.reset_prefix_cache()
 
 
-def test_weights_that_become_others() -> None:
-    """Nothing is packed then: the engine goes on with what it had."""
-    model = _model("qwen2")
+@pytest.mark.parametrize(("family", "changed"), [("qwen2", "proj"), ("deepseek-v3", "kv_b_proj")])
+def test_weights_that_become_others(family: str, changed: str) -> None:
+    """Nothing is packed then, latents' projections neither: the engine goes on with what it had."""
+    model = _model(family)
     with LLM(model) as llm:
         expected = _generate(llm)
         head = model.get_output_embeddings()
         weight = head.weight
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.mul_(1 if "embed" in name else 0.75)
+                parameter.mul_(0.75 if changed in name else 1)
         head.weight = torch.nn.Parameter(weight.float())
         with pytest.raises(ConfigError, match=r"are now \[\d+, 32\] in float32 and none; close every LLM over thi"):
             llm.reset_prefix_cache()
         head.weight = weight
         assert _generate(llm) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_projection_of_latents_of_another_shape(dtype: torch.dtype) -> None:
+    """Of a layer in the middle; also where nothing else is packed."""
+    model = _model("deepseek-v3").to(dtype)
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    with LLM(model) as llm:
+        expected = [latent._to_keys.clone() for latent in llm.core.loaded.latents.values()]
+        with torch.no_grad():
+            first.kv_b_proj.weight.mul_(0.75)
+        rows, rank = second.kv_b_proj.weight.shape
+        second.kv_b_proj = torch.nn.Linear(rank, rows + 1, bias=False, dtype=dtype)
+        now, before = (rf"\[{count}, {rank}\] in {str(dtype).removeprefix('torch.')}" for count in (rows + 1, rows))
+        with pytest.raises(ConfigError, match=f"kv_b_proj is now {now} and was {before}; close every LLM over this"):
+            llm.reset_prefix_cache()
+        assert all(map(torch.equal, expected, (latent._to_keys for latent in llm.core.loaded.latents.values())))
 
 
 def test_a_bias_that_comes() -> None:
