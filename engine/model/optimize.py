@@ -322,6 +322,8 @@ def _decoder_layers(model: PreTrainedModel, parts: _Parts) -> dict[nn.Module, Ca
     def compare(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], _: Any) -> None:
         if current_step() is not recorder:  # of an engine in another thread
             return
+        if not args:  # rows that are given by keyword
+            return
         hidden, *others = args
         rows = 0.05 * (1 + _noise(*hidden.shape)).to(hidden)
         expected = module.forward(rows, *others, **keywords)

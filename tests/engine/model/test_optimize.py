@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaForCausalLM, PreTrainedModel, Qwen2Model
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.support.tiny_models import FAMILIES, make_model, random_model
@@ -360,6 +361,27 @@ def test_a_decoder_that_only_looks_usual() -> None:
     assert "forward" not in vars(model.model)
     fast = _packed_logits(model)
     assert (fast - plain).norm() <= 0.05 * plain.norm()
+
+
+class _CallsByKeyword(Qwen2Model):
+    """The modules of the usual decoder, whose layers are called by keyword."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        embeddings = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+def test_layers_that_are_called_by_keyword() -> None:
+    """They are left alone."""
+    model = _packed("qwen2")
+    model.model.__class__ = _CallsByKeyword
+    plain = _packed_logits(model)
+    optimize(model)
+    assert _fused_layers(model) == []
+    assert (_packed_logits(model) - plain).norm() <= 0.05 * plain.norm()
 
 
 class _KnownEmbeddings(Qwen2Model):
