@@ -32,7 +32,7 @@ from .kv.rows import Rows
 from .kv.spec import KVSpec, PoolShare
 from .loading import LoadedModel
 from .metrics import Figures, Metric, counted, held
-from .model.fingerprint import fingerprint
+from .model.fingerprint import check_hashable, fingerprint
 from .model.forward import Forward, Row
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
@@ -788,6 +788,8 @@ def _pool_share(config: EngineConfig, loaded: LoadedModel) -> PoolShare | None:
 
 def _identity(config: EngineConfig, loaded: LoadedModel) -> bytes:
     """Of all that keys and values depend on but tokens and salt."""
+    if not loaded.is_ours:
+        check_hashable(loaded.model)
     start = time.monotonic()
     identity = fingerprint(
         loaded.model,

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.modules import module as every
 from transformers import PreTrainedModel
 
 import vattn
+from vattn.errors import ConfigError
 from vattn.store.blockfile import FORMAT, KEY_BYTES
+
+from . import optimize
 
 # Bytes of weights that are copied to the host and hashed at a time.
 _PIECE = 1 << 26
 _MOST_THREADS = 8
 # Of a configuration: where it was loaded from, and what `save_pretrained` writes into it.
 _OF_THE_FILE = "_name_or_path", "transformers_version", "architectures"
+# Of adapters' layers: what decides beside their weights.
+_OF_ADAPTERS = "disable_adapters", "active_adapters", "merged_adapters", "scaling"
 
 
 def fingerprint(model: PreTrainedModel, **facts: Any) -> bytes:
@@ -39,7 +45,12 @@ def fingerprint(model: PreTrainedModel, **facts: Any) -> bytes:
     stated = {
         "format": FORMAT,
         "versions": [vattn.__version__, torch.__version__, transformers.__version__],
-        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "model": _name(model),
+        "adapters": [
+            (name, _name(module), {key: getattr(module, key, None) for key in _OF_ADAPTERS})
+            for name, module in model.named_modules()
+            if isinstance(getattr(module, "disable_adapters", None), bool)  # a method of models
+        ],
         "config": config,
         "dtype": model.dtype,
         "device": model.device.type,
@@ -47,6 +58,39 @@ def fingerprint(model: PreTrainedModel, **facts: Any) -> bytes:
     }
     text = json.dumps(stated, sort_keys=True, default=str).encode()
     return blake2b(text + _weights(model), digest_size=KEY_BYTES, person=b"vattn print").digest()
+
+
+def check_hashable(model: PreTrainedModel) -> None:
+    """Refuses a model of which `fingerprint` does not show all that it computes.
+
+    Raises:
+        ConfigError: modules have hooks, or forwards that are not their classes' and not `optimize`'s.
+    """
+
+    def refuse(which: str, has: str) -> NoReturn:
+        raise ConfigError(
+            f"kv_store and kv_share_prefixes need a model whose weights and config say what it computes, and {which} "
+            f"has {has}; remove it, or leave both options out"
+        )
+
+    if _may_change(every._global_forward_hooks, every._global_forward_pre_hooks):
+        refuse("every module", "a hook")
+    for name, module in model.named_modules():
+        which = f"{name or 'the model'} ({type(module).__name__})"
+        if _may_change(module._forward_hooks, module._forward_pre_hooks):
+            refuse(which, "a hook")
+        if "forward" in vars(module) and not optimize.is_put(module):
+            refuse(which, "a forward of its own")
+
+
+def _may_change(*kinds: Mapping[int, Callable[..., Any]]) -> bool:
+    """Whether hooks may change what is computed; those of transformers note outputs, or act in training only."""
+    hooks = (hook for hooks in kinds for hook in hooks.values())
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != "transformers" for hook in hooks)
+
+
+def _name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _weights(model: PreTrainedModel) -> bytes:

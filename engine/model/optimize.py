@@ -269,6 +269,12 @@ def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
         vars(module)["__deepcopy__"] = functools.partial(_copy, module, forward)
 
 
+def is_put(module: nn.Module) -> bool:
+    """Whether `optimize` has given the module the forward that it has."""
+    copies = vars(module).get("__deepcopy__")
+    return isinstance(copies, functools.partial) and copies.func is _copy and copies.args[1] is module.forward
+
+
 def _take_back(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Undoes `_put`, if nobody has given the module yet another forward."""
     if vars(module).get("forward") is forward:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from tests.support import scripts
@@ -21,6 +22,7 @@ from tests.support.waiting import wait_until
 from vattn.engine import LLM, AsyncEngine, RequestOutput, SamplingParams
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.model.fingerprint import fingerprint
+from vattn.engine.model.optimize import supported
 from vattn.engine.requests.request import FinishReason
 from vattn.engine.scheduling import stored
 from vattn.engine.server.prometheus import Exporter
@@ -237,6 +239,76 @@ def test_a_model_that_was_saved_and_loaded_has_the_same_fingerprint(tmp_path: Pa
     model.save_pretrained(tmp_path)
     assert fingerprint(model) == before
     assert fingerprint(type(model).from_pretrained(tmp_path)) == before
+
+
+def _forward_hook(*_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "hook of all modules", "forward"])
+def test_a_model_that_computes_more_than_it_shows_is_refused(how: str, path: Path) -> None:
+    """Hooks and forwards may change keys and values, and no hash shows them."""
+    model = copy.deepcopy(make_model("llama"))
+    layer = model.model.layers[1]
+    which, removed = r"model.layers.1 \(LlamaDecoderLayer\) has a hook", None
+    if how == "forward":
+        which, layer.forward = r"model.layers.1 \(LlamaDecoderLayer\) has a forward of its own", layer.forward
+    elif how == "hook of all modules":
+        which, removed = "every module has a hook", register_module_forward_hook(_forward_hook)
+    else:
+        register = layer.register_forward_hook if how == "hook" else layer.register_forward_pre_hook
+        removed = register(_forward_hook)
+    try:
+        with pytest.raises(ConfigError, match=f"{which}; remove it, or leave both options out"):
+            make_llm(model, path)
+        with LLM(model, skip_tokenizer_init=True, max_model_len=200, max_num_seqs=4) as llm:
+            llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    finally:
+        if removed is not None:
+            removed.remove()
+    if removed is not None:
+        assert once(path, PROMPT, model=model) == [0]
+
+
+def test_hooks_of_transformers_are_no_reason_to_refuse(path: Path) -> None:
+    """Those that note hidden states stay after the call that asked for them."""
+    model = copy.deepcopy(make_model("llama"))
+    model.enable_input_require_grads()
+    model(input_ids=torch.tensor([[3, 4, 5]]), output_hidden_states=True, use_cache=False)
+    assert any(module._forward_hooks for module in model.model.layers)
+    assert once(path, PROMPT, model=model) == [0]
+    assert once(path, PROMPT) == [whole(len(PROMPT) - 1)]
+
+
+def test_forwards_of_another_engine_are_no_reason_to_refuse(path: Path) -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    assert once(path, PROMPT, model=model) == [0]
+    with LLM(model, skip_tokenizer_init=True, max_model_len=200, max_num_seqs=4):
+        assert any("forward" in vars(module) for module in model.modules()) == supported(model)
+        assert once(path, PROMPT, model=model) == [whole(len(PROMPT) - 1)]
+
+
+class _Adapted(torch.nn.Linear):
+    """A layer with the attributes of PEFT's tuner layers."""
+
+    disable_adapters = False
+    scaling: Mapping[str, float] = {"default": 2.0}
+    merged_adapters: Sequence[str] = ()
+    active_adapters: Sequence[str] = ("default",)
+
+
+def test_a_fingerprint_is_that_of_the_state_of_adapters_too() -> None:
+    model = copy.deepcopy(make_model("llama"))
+    layer = model.model.layers[1].self_attn.v_proj
+    plain = fingerprint(model)
+    layer.__class__ = _Adapted
+    prints = [plain, fingerprint(model)]
+    for name, value in {"disable_adapters": True, "active_adapters": [], "scaling": {"default": 1.0}}.items():
+        setattr(layer, name, value)
+        prints.append(fingerprint(model))
+        delattr(layer, name)
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(model) == prints[1]
 
 
 def test_a_fingerprint_is_that_of_the_versions_too(monkeypatch: pytest.MonkeyPatch) -> None:
