@@ -24,6 +24,7 @@ sizes and places before it has looked at the file.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -288,6 +289,9 @@ class OwnDirectory(Directory):
         """Publishes a block; the number of its entry, or None if there is no room for it.
 
         Its pages are finished, and stay as they are until `remove` has said so.
+
+        Raises:
+            OSError: there is no memory for it; it is not published.
         """
         place = self._place(key, bytes(KEY_BYTES))
         if place is None:
@@ -300,8 +304,14 @@ class OwnDirectory(Directory):
             self._put(_FRESH, fresh + 1)
         else:
             return None
-        self._write(number, key, time.monotonic_ns(), tokens, offsets)
-        os.pwrite(self._file, key + _NUMBER.pack(number), place)
+        try:
+            # The entry last: it is found as a neighbour, too, without its bucket.
+            os.pwrite(self._file, key + _NUMBER.pack(number), place)
+            self._write(number, key, time.monotonic_ns(), tokens, offsets)
+        except OSError:
+            self._free.append(number)
+            self._erase(key, number)
+            raise
         return number
 
     def remove(self, number: int) -> bool:
@@ -354,7 +364,8 @@ class OwnDirectory(Directory):
     def _write(self, number: int, key: bytes, published: int, tokens: Sequence[int], offsets: Sequence[int]) -> None:
         body = key + array("q", [published, *tokens, *offsets]).tobytes()
         assert len(body) == self._body, "a block of another shape"
-        os.pwrite(self._file, body + _checksum(body), self._at(number))
+        if os.pwrite(self._file, body + _checksum(body), self._at(number)) < self.shape.entry_bytes:
+            raise OSError(errno.ENOSPC, "an entry was written in part")
 
     def _erase(self, key: bytes, number: int) -> None:
         place = self._place(key, key + _NUMBER.pack(number))

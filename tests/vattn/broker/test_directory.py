@@ -4,6 +4,7 @@ whoever is killed at whatever point.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -115,6 +116,35 @@ def test_offsets_go_as_far_as_keys_and_tokens_and_checksums_agree(mine: OwnDirec
         assert list(array("q", found)) == [i * PAGE for i in range(2 * expected)]
         assert other.offsets(2, keys[2:], ids[8:].tobytes()) == found[2 * 2 * 8 :]
         assert other.offsets(SHAPE.capacity + 3, keys, ids.tobytes()) == b""
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+@pytest.mark.parametrize("failed", [1, 2], ids=["the first write", "the second write"])
+def test_a_block_that_could_not_be_published_is_found_nowhere(
+    mine: OwnDirectory, monkeypatch: pytest.MonkeyPatch, failed: int, in_part: bool
+) -> None:
+    """Neither by its bucket nor as a neighbour; its number is the next one's."""
+    mine.add(key(1), TOKENS, [0, PAGE])
+    real, writes = os.pwrite, 0
+
+    def failing(file: int, data: bytes, at: int) -> int:
+        nonlocal writes
+        writes += at >= module._BUCKETS
+        if writes == failed and in_part and len(data) == SHAPE.entry_bytes:
+            return real(file, data[:-16], at)
+        if writes == failed:
+            raise OSError(errno.ENOSPC, "no memory")
+        return real(file, data, at)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        with pytest.raises(OSError, match=r"no memory|in part"):
+            mine.add(key(2), TOKENS, [2 * PAGE, 3 * PAGE])
+    with reader(mine) as other:
+        assert other.find(key(2)) is None
+        assert other.read(1) is None
+        assert len(other.offsets(0, [key(1), key(2)], array("q", 2 * TOKENS).tobytes())) == 2 * 8
+    assert mine.add(key(3), TOKENS, [2 * PAGE, 3 * PAGE]) == 1
 
 
 def test_all_of_a_range_is_pinned_or_nothing(mine: OwnDirectory) -> None:
