@@ -52,8 +52,8 @@ class Kept:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing is left."""
-        return not self._used and not self._rest and self.process < 0
+        """Whether nothing is left, nor will be: the file of a pool that has left only becomes less."""
+        return not self._used and not self._rest and (self.process < 0 or not self.bytes)
 
     def ended(self) -> None:
         """The process has ended."""

@@ -194,6 +194,8 @@ class Broker:
         for kept in [*self._kept]:
             if kept.gone:
                 self._kept.remove(kept)
+                if kept.process >= 0:
+                    self._selector.unregister(kept.process)
                 kept.directory.end()
                 kept.close()
         self._look_at_kept()

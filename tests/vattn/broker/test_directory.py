@@ -264,6 +264,20 @@ def test_what_an_ended_process_leaves_is_its_published_pages(mine: OwnDirectory)
     os.close(memory)
 
 
+def test_what_a_living_process_has_left_is_gone_when_nothing_is_in_its_file(mine: OwnDirectory) -> None:
+    memory = os.memfd_create("memory")
+    for page in range(3):
+        os.pwrite(memory, b"x" * PAGE, page * PAGE)
+    mine.add(key(1), TOKENS, [0, PAGE])
+    kept = Kept(memory, OwnDirectory(os.dup(mine.fileno())), os.pidfd_open(os.getpid()))
+    assert not kept.gone
+    assert kept.evict(2 * PAGE) == 2 * PAGE
+    assert not kept.gone  # the process still has a page
+    kept._punch(2 * PAGE, PAGE)
+    assert kept.gone
+    kept.close()
+
+
 def test_pages_that_are_published_twice_or_are_not_there_are_told(mine: OwnDirectory) -> None:
     memory = os.memfd_create("memory")
     os.ftruncate(memory, 4 * PAGE)

@@ -629,6 +629,17 @@ def test_a_pool_whose_cache_is_gone_keeps_nothing_of_those_it_meets(broker: brok
         assert _memories() == before
 
 
+def test_a_pool_that_left_nothing_is_forgotten_while_its_process_lives(broker: brokers.Process) -> None:
+    with Engine("b") as b:
+        with Engine("a") as a:
+            a.kv.free_reqid(a.publish(PROMPT))
+            b.meets()
+        wait_until(lambda: broker.ask("top")["kept"] == 40 * PAGE)
+        broker.ask("reclaim", name=None, stage="cached")
+        wait_until(lambda: not b.shares.peers)
+        assert broker.problems() == []
+
+
 def test_readers_keep_what_they_have_when_broker_and_owner_are_killed(broker: brokers.Process) -> None:
     """The next broker counts what they still have, and others find it."""
     with Engine("b") as b, publisher() as process:
