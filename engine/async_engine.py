@@ -538,7 +538,7 @@ def _make_prefiller(engine: AsyncEngine) -> Prefiller | None:
         engine,
         sharing=kv.sharing,
         waits=lambda: kv.publishing,
-        steps=lambda: None if core.asleep else core.figures.steps,
+        steps=lambda: None if core.asleep or not core.publishes_prompts else core.figures.steps,
     )
 
 

@@ -207,6 +207,11 @@ class EngineCore:
                 self.close()
 
     @property
+    def publishes_prompts(self) -> bool:
+        """Whether it computes prompts for other engines, and they find them."""
+        return self._rows is not None
+
+    @property
     def num_groups(self) -> int:
         """Prompts whose requests have not all ended."""
         return len(self._groups)

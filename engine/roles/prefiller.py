@@ -62,7 +62,7 @@ class Prefiller:
         engine: computes the prompts. It is not kept alive.
         sharing: what it has in common with engines that can use what it computes.
         waits: whether blocks that were computed are still to be published.
-        steps: grows as long as the engine works; None while it does not, because it sleeps.
+        steps: grows as long as the engine works; None while it does not, because it sleeps or shares nothing more.
 
     Raises:
         ConfigError: the socket cannot be made.

@@ -659,6 +659,14 @@ def test_an_engine_that_sleeps_takes_no_prompts(broker: brokers.Process) -> None
         first.core.asleep = False
 
 
+def test_an_engine_whose_model_may_have_changed_takes_no_prompts(broker: brokers.Process) -> None:
+    with prefiller() as first, decoder() as second:
+        first.core._rows = None  # as `reset_prefix_cache` has it
+        assert run(second, PROMPT).outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+        assert remote(second).lost == 1
+        assert first.core.figures.prompt_tokens == 0
+
+
 def test_prompts_that_the_other_refuses_are_computed_here(broker: brokers.Process) -> None:
     with prefiller(max_model_len=100) as first, decoder() as second:
         assert shares(first).directory.shape.fingerprint == shares(second).directory.shape.fingerprint
