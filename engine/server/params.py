@@ -53,7 +53,9 @@ def check_supported(body: Sampling) -> None:
     if best_of not in (None, body.n or 1):
         raise bad("best_of is supported only where it equals n; set n, and choose among the choices", "best_of")
     for name, value in given.items():
-        if value not in (None, False, "", []):
+        # Of thinking, 0 is a budget and -1 is none.
+        nothing: tuple[Any, ...] = (None, -1) if name == "thinking_token_budget" else (None, False, "", [])
+        if value not in nothing:
             raise bad(f"{name} is not supported: {REFUSED[name]}", name)
     if body.stream_options is not None and not body.stream:
         raise bad("stream_options is for streams; set stream", "stream_options")

@@ -24,7 +24,7 @@ from .workers import Check
 _PIECE = 2**15
 # A text has hardly fewer tokens than its pieces together: a cut adds some where it is inside a word.
 _TOKENS_OF_CUT = 128
-# Tokens before those that are kept, so that the latter are not where the text was cut.
+# Tokens beside those that are kept, so that the latter are not where the text was cut.
 _MARGIN = 1024
 
 
@@ -145,7 +145,8 @@ class Prompts:
             token_ids = prompt if isinstance(prompt, list) else self._fitting_ids(prompt, check, special=special)
         else:
             keep = self._kept(body.truncate_prompt_tokens, max_tokens, default)
-            token_ids, cut = self._last_ids(prompt, keep, check, special=special)
+            first = body.truncation_side == "right"
+            token_ids, cut = self._cut_ids(prompt, keep, check, first=first, special=special)
             text = None if cut else text
         read = self._reader.read({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": body.cache_salt})
         token_ids = read.token_ids
@@ -197,15 +198,19 @@ class Prompts:
             return asked
         return max(1, self._max_model_len - default) if max_tokens is None else room
 
-    def _last_ids(self, prompt: str | list[int], keep: int, check: Check, *, special: bool) -> tuple[list[int], bool]:
-        """The last token ids of a prompt, and whether there are others before them."""
+    def _cut_ids(
+        self, prompt: str | list[int], keep: int, check: Check, *, first: bool, special: bool
+    ) -> tuple[list[int], bool]:
+        """The first or the last token ids of a prompt, and whether there are others."""
         if isinstance(prompt, str):
-            start, count = len(prompt), 0
-            while start > 0 and count < keep + _MARGIN:
-                end, start = start, max(0, start - _PIECE)
-                count += len(self._token_ids(prompt[start:end], check, special=False))
-            prompt = self._token_ids(prompt[start:], check, special=special)
-        return prompt[-keep:], len(prompt) > keep
+            size, count = 0, 0
+            while size < len(prompt) and count < keep + _MARGIN:
+                start, size = size, min(len(prompt), size + _PIECE)
+                piece = prompt[start:size] if first else prompt[len(prompt) - size : len(prompt) - start]
+                count += len(self._token_ids(piece, check, special=False))
+            part = prompt[:size] if first else prompt[len(prompt) - size :]
+            prompt = self._token_ids(part, check, special=special)
+        return prompt[:keep] if first else prompt[-keep:], len(prompt) > keep
 
     def _token_ids(self, text: str, check: Check, *, special: bool) -> list[int]:
         tokenizer = self._needed_tokenizer()

@@ -69,9 +69,14 @@ REFUSED = {
     "guided_regex": "use response_format",
     "guided_choice": "use response_format",
     "guided_grammar": "use structured_outputs",
+    "guided_whitespace_pattern": "use structured_outputs, with a grammar",
     "prompt_embeds": "prompts are text or token ids",
     "mm_processor_kwargs": "the model reads text only",
     "logits_processors": "functions cannot be sent; use logit_bias or allowed_token_ids",
+    "logprob_token_ids": "log probabilities are those of the most likely tokens; use logprobs",
+    "thinking_token_budget": "thinking counts as any output; use max_tokens",
+    "repetition_detection": "repetitions end no request; use stop or max_tokens",
+    "watermarking": "outputs have no watermark",
 }
 
 
@@ -120,6 +125,7 @@ class Sampling(_Body):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     return_token_ids: bool | None = None

@@ -426,6 +426,29 @@ def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_answer(path: str) -> No
     run(test())
 
 
+def test_the_side_that_a_prompt_is_cut_at() -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+            tokenizer: Any = await service.engine.get_tokenizer()
+            text = PROMPT["prompt"]
+            ids = tokenizer(text)["input_ids"]
+            chat = {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+            for side, kept in ((None, ids[-3:]), ("left", ids[-3:]), ("right", ids[:3])):
+                fields = {"truncate_prompt_tokens": 3, "truncation_side": side, "max_tokens": 1}
+                for prompt in (text, ids):
+                    body = {"prompt": prompt, "return_token_ids": True, "echo": True, **fields}
+                    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+                    assert choice["prompt_token_ids"] == kept
+                    assert choice["text"].startswith(tokenizer.decode(kept))
+                answer = await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True, **fields})
+                assert answer.json()["prompt_token_ids"] == kept
+            body = {"prompt": text, "truncation_side": "right", "max_tokens": 1, "return_token_ids": True}
+            (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+            assert choice["prompt_token_ids"] == ids, "only beside truncate_prompt_tokens"
+
+    run(test())
+
+
 def test_an_answer_that_leaves_no_room_for_a_prompt() -> None:
     async def test() -> None:
         async with client(config={"max_model_len": 64}) as (http, _):

@@ -77,7 +77,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
 
 
 def test_a_long_text_is_tokenized_in_pieces(tokenized: list[int]) -> None:
-    """Where the context is long, until it is known not to fit; and of one that is truncated only the end."""
+    """Where the context is long, until it is known not to fit; and of one that is truncated only what is kept."""
     text = "".join(f"{i} " for i in range(80_000))  # 470,000 characters, 230,000 tokens
 
     async def test() -> None:
@@ -90,10 +90,15 @@ def test_a_long_text_is_tokenized_in_pieces(tokenized: list[int]) -> None:
             tokenized.clear()
             assert error_of(await http.post("/v1/completions", json={**body, "prompt": text[:40_000]}))
             tokenized.clear()
-            answer = await http.post("/v1/completions", json={**body, "truncate_prompt_tokens": 2000})
-            assert sum(tokenized) < 120_000
+            kept = {}
+            for side in ("left", "right"):
+                fields = {"truncate_prompt_tokens": 2000, "truncation_side": side}
+                answer = await http.post("/v1/completions", json={**body, **fields})
+                kept[side] = answer.json()["choices"][0]["prompt_token_ids"]
+                assert sum(tokenized) < 120_000
+                tokenized.clear()
             whole = service.engine.core.loaded.tokenizer(text)["input_ids"]  # type: ignore[misc]
-            assert answer.json()["choices"][0]["prompt_token_ids"] == whole[-2000:]
+            assert kept == {"left": whole[-2000:], "right": whole[:2000]}
 
     run(test())
 

@@ -304,6 +304,8 @@ def test_many_at_once(server: Server) -> None:
         ({"extra_body": {"priority": 5}}, openai.BadRequestError, "priority", "order of arrival"),
         ({"extra_body": {"use_beam_search": True}}, openai.BadRequestError, "use_beam_search", "beam"),
         ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json", "use response_format"),
+        ({"extra_body": {"thinking_token_budget": 0}}, openai.BadRequestError, "thinking_token_budget", "max_tokens"),
+        ({"extra_body": {"truncation_side": "end"}}, openai.BadRequestError, "truncation_side", "'left' or 'right'"),
         ({"extra_body": {"min_tokens": 99}}, openai.BadRequestError, "min_tokens", "min_tokens is 99"),
         ({"prompt": ""}, openai.BadRequestError, "prompt", "prompt: String should have at least 1 character"),
         ({"prompt": []}, openai.BadRequestError, "prompt", "prompt: "),
@@ -360,6 +362,7 @@ def test_what_is_refused_in_a_chat(client: openai.OpenAI, options: dict[str, Any
 
 def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
     extra = {"suffix": None, "best_of": 1, "something_new": {"a": 1}, "temperature": None, "stop": None, "tools": None}
+    extra |= {"logprob_token_ids": [], "thinking_token_budget": -1, "watermarking": False, "truncation_side": None}
     answer = client.completions.create(model="tiny", prompt="w", max_tokens=1, extra_body=extra)
     assert len(answer.choices) == 1
     chat = client.chat.completions.create(
