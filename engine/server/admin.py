@@ -80,9 +80,9 @@ def _changes(service: Service) -> APIRouter:
     engine = service.engine
 
     @routes.post("/reset_prefix_cache", response_class=Response)
-    async def reset_prefix_cache() -> Response:
-        """Forget all cached prefixes that no running request uses."""
-        await engine.reset_prefix_cache()
+    async def reset_prefix_cache(reset_running_requests: Annotated[bool, Query()] = False) -> Response:
+        """Forget all cached prefixes; those that running requests use only with `reset_running_requests`."""
+        await engine.reset_prefix_cache(reset_running_requests)
         return Response(status_code=200)
 
     @routes.post("/sleep", response_class=Response)
@@ -92,8 +92,9 @@ def _changes(service: Service) -> APIRouter:
         return Response(status_code=200)
 
     @routes.post("/wake_up", response_class=Response)
-    async def wake_up() -> Response:
-        await engine.wake_up()
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """End `/sleep`. Only the cache sleeps: with `tags`, nothing happens unless `kv_cache` is one of them."""
+        await engine.wake_up(tags)
         return Response(status_code=200)
 
     @routes.get("/is_sleeping", response_model=SleepingResponse)

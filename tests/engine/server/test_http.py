@@ -568,9 +568,34 @@ def test_sleep_and_the_prefix_cache() -> None:
             done, _ = await asyncio.wait([waiting], timeout=0.3)
             assert not done
             assert service.engine.num_unfinished == 1
-            assert (await http.post("/wake_up")).status_code == 200
+            wrong = await http.post("/wake_up?tags=nonsense")
+            assert (wrong.status_code, error_of(wrong)["param"]) == (400, "tags")
+            assert (await http.post("/wake_up?tags=weights")).status_code == 200
+            assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
+            assert (await http.post("/wake_up?tags=weights&tags=kv_cache")).status_code == 200
             assert (await http.get("/is_sleeping")).json() == {"is_sleeping": False}
             assert await waiting == 0
+            assert (await http.post("/sleep")).status_code == 200
+            assert (await http.post("/wake_up")).status_code == 200
+            assert (await http.get("/is_sleeping")).json() == {"is_sleeping": False}
+
+    run(test())
+
+
+@pytest.mark.parametrize("too", [False, True])
+def test_the_prefix_cache_is_reset_with_running_requests_if_asked(too: bool) -> None:
+    async def test() -> None:
+        async with client(admin_endpoints=True) as (http, service):
+            body = {"prompt": "w " * 600, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+            running = asyncio.create_task(http.post("/v1/completions", json=body))
+            while not service.engine.core.scheduler.running:
+                await asyncio.sleep(0.001)
+            path = f"/reset_prefix_cache?reset_running_requests={str(too).lower()}"
+            assert (await http.post(path)).status_code == 200
+            assert metric((await http.get("/metrics")).text, "vllm:num_preemptions_total") == too
+            service.engine.abort(list(service.engine._streams))
+            assert (await running).status_code == 200
+            assert (await http.post("/reset_prefix_cache?reset_running_requests=perhaps")).status_code == 400
 
     run(test())
 
