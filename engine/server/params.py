@@ -35,9 +35,18 @@ _SAME = (
 )
 
 
+def refuse(given: Mapping[str, Any]) -> None:
+    """Raise an ApiError, 400, for the first of these fields that is one of `REFUSED` and asks for something."""
+    for name, value in given.items():
+        # Of thinking, 0 is a budget and -1 is none.
+        nothing: tuple[Any, ...] = (None, -1) if name == "thinking_token_budget" else (None, False, "", [])
+        if name in REFUSED and value not in nothing:
+            raise bad(f"{name} is not supported: {REFUSED[name]}", name)
+
+
 def check_supported(body: Sampling) -> None:
     """Refuse by name what would have to change the output, but is not supported."""
-    given = {name: value for name, value in (body.model_extra or {}).items() if name in REFUSED}
+    given = dict(body.model_extra or {})
     if isinstance(body, CompletionRequest):
         given["suffix"] = body.suffix
     if isinstance(body, ChatRequest):
@@ -52,11 +61,7 @@ def check_supported(body: Sampling) -> None:
     best_of = body.best_of if isinstance(body, CompletionRequest) else (body.model_extra or {}).get("best_of")
     if best_of not in (None, body.n or 1):
         raise bad("best_of is supported only where it equals n; set n, and choose among the choices", "best_of")
-    for name, value in given.items():
-        # Of thinking, 0 is a budget and -1 is none.
-        nothing: tuple[Any, ...] = (None, -1) if name == "thinking_token_budget" else (None, False, "", [])
-        if value not in nothing:
-            raise bad(f"{name} is not supported: {REFUSED[name]}", name)
+    refuse(given)
     if body.stream_options is not None and not body.stream:
         raise bad("stream_options is for streams; set stream", "stream_options")
     if isinstance(body, GenerateRequest) and body.prompt_logprobs is not None:

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from .bodies import described
 from .errors import bad, json_response
+from .params import refuse
 from .protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from .service import Service
 from .workers import Check
@@ -55,6 +56,7 @@ def _tokenize(service: Service, body: TokenizeRequest, check: Check) -> list[int
         raise bad("give either a prompt or messages", "prompt")
     if body.messages is None:
         return service.prompts.tokenize(body.prompt or "", check, special=body.add_special_tokens is not False)
+    refuse(body.model_extra or {})
     text = service.prompts.render(body.messages, body)
     # The template writes special tokens itself.
     return service.prompts.tokenize(text, check, special=bool(body.add_special_tokens))

@@ -191,7 +191,7 @@ def test_fields_that_would_change_the_output_are_refused(
     shared: Callable[[str, bytes], httpx.Response], name: str
 ) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}]}
-    for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", chat)):
+    for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", chat), ("/tokenize", chat)):
         answer = shared(path, json.dumps({**body, name: "a"}).encode())
         assert answer.status_code == 400
         error = error_of(answer)
