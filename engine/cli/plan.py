@@ -145,7 +145,8 @@ def read_lengths(path: Path) -> list[int]:
         try:
             items = json.loads(text)
         except json.JSONDecodeError:
-            items = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # Not by `splitlines`, which also splits at characters that JSON may have in its strings.
+            items = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
         raise refuse(f"is not JSON that can be read ({error})") from error
     if isinstance(items, dict) and {"input_lens", "output_lens"} <= items.keys():

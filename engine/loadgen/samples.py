@@ -155,7 +155,8 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
             return
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
         raise ConfigError(f"{path} is no JSON: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not by `splitlines`, which also splits at characters that JSON may have in its strings.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 record = json.loads(line)

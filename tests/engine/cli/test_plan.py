@@ -61,11 +61,12 @@ def test_json_is_the_library_s_plan(model_path: Path, tmp_path: Path, capsys: py
         "12\n7\n",
         '[{"prompt_tokens": 10, "completion_tokens": 2}, {"prompt_tokens": 7}]',
         '{"input_length": 10, "output_length": 2}\n{"input_length": 3, "output_length": 4}\n',
+        '{"text": "a\u2028b", "input_length": 10, "output_length": 2}\n{"input_length": 3, "output_length": 4}\n',
         '{"input_lens": [10, 3], "output_lens": [2, 4], "duration": 3.5}',
     ],
 )
 def test_traces_of_several_kinds(tmp_path: Path, text: str) -> None:
-    (tmp_path / "trace").write_text(text)
+    (tmp_path / "trace").write_text(text, encoding="utf-8")
     assert read_lengths(tmp_path / "trace") == [12, 7]
 
 

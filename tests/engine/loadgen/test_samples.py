@@ -83,6 +83,14 @@ def test_a_file_of_conversations(words: PreTrainedTokenizerBase, tmp_path: Path)
     assert (sample.prompt, sample.prompt_len, sample.output_len) == ("w5 w6 w7", 3, 2)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_strings_may_have_what_ends_lines_elsewhere(words: PreTrainedTokenizerBase, tmp_path: Path, end: str) -> None:
+    records = [{"prompt": f"w{mark}w", "output_tokens": 4} for mark in "\x85\u2028\u2029"]
+    path = tmp_path / "file.jsonl"
+    path.write_bytes("".join(json.dumps(record, ensure_ascii=False) + end for record in records).encode())
+    assert {sample.prompt for sample in read_samples(path, words, 3)} == {record["prompt"] for record in records}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
