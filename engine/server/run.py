@@ -84,18 +84,23 @@ def _share_arenas() -> None:
 class _Server(uvicorn.Server):
     """uvicorn's server, which says where it listens once it does."""
 
-    def __init__(self, config: uvicorn.Config, fields: dict[str, Any], handshake_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, fields: dict[str, Any], settings: ServerSettings) -> None:
         super().__init__(config)
         self._fields = fields
-        self._handshake_seconds = handshake_seconds
+        self._settings = settings
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self.config.is_ssl:
             # asyncio waits a minute for a handshake, and half of one for a client to confirm that it is over.
             loop = asyncio.get_running_loop()
-            timeouts = {"ssl_handshake_timeout": self._handshake_seconds, "ssl_shutdown_timeout": _TLS_END_SECONDS}
+            handshake_seconds = self._settings.receive_timeout
+            timeouts = {"ssl_handshake_timeout": handshake_seconds, "ssl_shutdown_timeout": _TLS_END_SECONDS}
             loop.create_server = functools.partial(loop.create_server, **timeouts)  # type: ignore[method-assign]
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            # Sockets may share an address until one of them listens: another server's, while both load their models.
+            raise _cannot_listen(self._settings, error.strerror) from error
         logger.info("serving", extra={"fields": self._fields})
 
     @contextlib.contextmanager
@@ -126,7 +131,7 @@ def _make_server(service: Service, listener: socket.socket) -> _Server:
             lifespan="off",
         ),
         {"url": url, "models": service.names, "pid": os.getpid()},
-        settings.receive_timeout,
+        settings,
     )
 
 
@@ -186,7 +191,6 @@ async def _collect(server: _Server) -> None:
 
 def _bind(settings: ServerSettings) -> socket.socket:
     """A socket at the address, which does not listen yet."""
-    where = f"{settings.host}:{settings.port}"
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family)
@@ -197,6 +201,12 @@ def _bind(settings: ServerSettings) -> socket.socket:
             listener.close()
             raise
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "that is no name of a host"
-        raise ConfigError(f"the server cannot listen on {where}: {why}; give another --host or --port") from error
+        raise _cannot_listen(
+            settings, error.strerror if isinstance(error, OSError) else "that is no name of a host"
+        ) from error
     return listener
+
+
+def _cannot_listen(settings: ServerSettings, why: str | None) -> ConfigError:
+    where = f"{settings.host}:{settings.port}"
+    return ConfigError(f"the server cannot listen on {where}: {why}; give another --host or --port")

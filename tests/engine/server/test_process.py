@@ -21,12 +21,12 @@ import httpx
 import openai
 import pytest
 
-from tests.support import scripts
+from tests.support import applications, scripts
 from tests.support.effort import effort
 from tests.support.servers import MODEL, Server, metric, running
 from tests.support.waiting import SECONDS, wait_until
 from vattn.engine.config import EngineConfig
-from vattn.engine.server import ServerSettings, serve
+from vattn.engine.server import ServerSettings, run, serve
 from vattn.errors import ConfigError
 
 pytestmark = pytest.mark.slow(1)
@@ -669,6 +669,22 @@ def test_an_address_that_is_taken() -> None:
             serve(EngineConfig(model=MODEL), ServerSettings(port=port))
 
 
+def test_an_address_that_is_taken_while_the_model_loads() -> None:
+    async def test() -> None:
+        async with applications.client() as (_, service):
+            with run._bind(ServerSettings(port=0)) as other:
+                port = other.getsockname()[1]
+                service.settings = ServerSettings(port=port)
+                with run._bind(service.settings) as listener:
+                    other.listen()
+                    server = run._make_server(service, listener)
+                    match = rf"cannot listen on 127.0.0.1:{port}: Address already in use; give another"
+                    with pytest.raises(ConfigError, match=match):
+                        await server.serve(sockets=[listener])
+
+    applications.run(test())
+
+
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
 def test_an_address_that_is_none(host: str) -> None:
     with pytest.raises(ConfigError, match="that is no name of a host; give another --host"):
@@ -719,7 +735,7 @@ for name in extra:
     sys.modules[name] = None
 import vattn.engine
 from vattn.engine.config import EngineConfig
-from vattn.engine.server import ServerSettings, serve
+from vattn.engine.server import ServerSettings, run, serve
 serve(EngineConfig(model="x"), ServerSettings())
 """
     found = scripts.run(code)
