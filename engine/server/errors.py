@@ -185,10 +185,17 @@ def error_response(error: BaseException) -> Response:
     return json_response(found.body, found.status, found.headers)
 
 
+def log_failure(error: Exception, request_id: str) -> None:
+    """Log an error that a client is told as status 500; an `ApiError` has been logged where it was made."""
+    if not isinstance(error, ApiError) and api_error(error).status == 500:
+        logger.error("a request failed", exc_info=error, extra={"fields": {"request_id": request_id}})
+
+
 def add_handlers(app: FastAPI) -> None:
     """Answer every error of an endpoint in one shape."""
 
     async def known(request: Request, error: Exception) -> Response:
+        log_failure(error, request.scope["request_id"])
         return error_response(error)
 
     async def invalid(request: Request, error: Exception) -> Response:

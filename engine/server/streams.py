@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ClientGone, api_error, encode, pieces
+from .errors import ClientGone, api_error, encode, log_failure, pieces
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Parts(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(send))
+        writing = asyncio.ensure_future(self._write(send, scope["request_id"]))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +65,7 @@ class Parts(Response):
             await end(writing, gone)
             await self._parts.aclose()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, request_id: str) -> None:
         begun = False
         try:
             async for data in self._parts:
@@ -77,7 +77,9 @@ class Parts(Response):
         except Exception as error:
             if not begun:
                 raise  # it is answered as any other
-            await send({"type": "http.response.body", "body": self.of_error(error), "more_body": True})
+            body = self.of_error(error)
+            log_failure(error, request_id)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
     def of_error(self, error: Exception) -> bytes:

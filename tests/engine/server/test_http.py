@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from transformers import AutoTokenizer
 
 from tests.support.applications import client, error_of, run
 from tests.support.servers import MODEL, metric
+from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.requests.prompts import PromptReader
 from vattn.engine.scheduling.scheduler import Scheduler
-from vattn.engine.server import answers
+from vattn.engine.server import answers, completions
 from vattn.engine.server.protocol import REFUSED
+from vattn.errors import DriverError
 
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
 ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
@@ -692,6 +694,42 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
     assert [(record.message, bool(record.exc_info)) for record in told] == [
         ("a request failed in the engine", True),
         ("request", False),
+    ]
+
+
+def test_errors_outside_the_engine_are_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = completions._Completion.chunks
+
+    def broken(self: completions._Completion, number: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        if self._begun:
+            raise KeyError("x")
+        return made(self, number, output)
+
+    async def failing(level: int) -> int:
+        raise DriverError("no such device")
+
+    async def test() -> None:
+        async with client(admin_endpoints=True) as (http, service):
+            monkeypatch.setattr(completions._Completion, "chunks", broken)
+            body = {**PROMPT, "stream": True}
+            streamed = await http.post("/v1/completions", json=body, headers={"X-Request-Id": "streamed"})
+            *_, error, done, _ = streamed.text.split("\n\n")
+            assert done == "data: [DONE]"
+            message = json.loads(error.removeprefix("data: "))["error"]["message"]
+            assert message == "the request failed: KeyError; the server's log has more"
+            monkeypatch.setattr(service.engine, "sleep", failing)
+            asked = await http.post("/sleep", headers={"X-Request-Id": "asked"})
+            assert (asked.status_code, error_of(asked)["type"]) == (500, "server_error")
+            refused = await http.post("/wake_up?tags=nonsense", headers={"X-Request-Id": "refused"})
+            assert refused.status_code == 400
+
+    run(test())
+    told = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [(record.__dict__["fields"]["request_id"], bool(record.exc_info)) for record in told] == [
+        ("streamed", True),
+        ("asked", True),
     ]
 
 
