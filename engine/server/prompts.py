@@ -141,10 +141,11 @@ class Prompts:
         special: bool,
     ) -> TokenizedPrompt:
         text = prompt if isinstance(prompt, str) else None
+        field = body.max_tokens_field
         if body.truncate_prompt_tokens is None:
             token_ids = prompt if isinstance(prompt, list) else self._fitting_ids(prompt, check, special=special)
         else:
-            keep = self._kept(body.truncate_prompt_tokens, max_tokens, default)
+            keep = self._kept(body.truncate_prompt_tokens, max_tokens, default, field)
             first = body.truncation_side == "right"
             token_ids, cut = self._cut_ids(prompt, keep, check, first=first, special=special)
             text = None if cut else text
@@ -152,9 +153,9 @@ class Prompts:
         token_ids = read.token_ids
         if len(token_ids) + (max_tokens or 0) > self._max_model_len:
             raise bad(
-                f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, but this model's "
-                f"maximum context length is {self._max_model_len} tokens; shorten the prompt, or lower max_tokens",
-                "max_tokens",
+                f"the prompt has {len(token_ids)} tokens and {field} is {max_tokens}, but this model's "
+                f"maximum context length is {self._max_model_len} tokens; shorten the prompt, or lower {field}",
+                field,
                 "context_length_exceeded",
             )
         return read
@@ -177,15 +178,15 @@ class Prompts:
                     )
         return self._token_ids(text, check, special=special)
 
-    def _kept(self, asked: int, max_tokens: int | None, default: int) -> int:
+    def _kept(self, asked: int, max_tokens: int | None, default: int, field: str) -> int:
         """How many tokens of a prompt are kept at most, where `truncate_prompt_tokens` is `asked`."""
         if asked == 0:
             raise bad("truncate_prompt_tokens is 0; give how many tokens to keep, or -1", "truncate_prompt_tokens")
         if max_tokens is not None and max_tokens >= self._max_model_len:
             raise bad(
-                f"max_tokens is {max_tokens}, but this model's maximum context length is {self._max_model_len} tokens, "
-                f"of which the prompt has at least one; lower max_tokens to {self._max_model_len - 1} or less",
-                "max_tokens",
+                f"{field} is {max_tokens}, but this model's maximum context length is {self._max_model_len} tokens, "
+                f"of which the prompt has at least one; lower {field} to {self._max_model_len - 1} or less",
+                field,
                 "context_length_exceeded",
             )
         room = self._max_model_len - max(1, max_tokens or 0)

@@ -134,6 +134,11 @@ class Sampling(_Body):
     user: str | None = None
 
     @property
+    def max_tokens_field(self) -> str:
+        """The field that has the body's `max_tokens`, for errors."""
+        return "max_tokens"
+
+    @property
     def usage_in_stream(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -174,6 +179,10 @@ class ChatRequest(Sampling, Templated):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tool_choice: Any = None
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class TokenizeRequest(Templated):

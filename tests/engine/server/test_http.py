@@ -455,13 +455,21 @@ def test_an_answer_that_leaves_no_room_for_a_prompt() -> None:
     async def test() -> None:
         async with client(config={"max_model_len": 64}) as (http, _):
             chat = {"messages": [{"role": "user", "content": "x"}]}
-            for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat)):
+            for path, body, name in (
+                ("/v1/completions", {"prompt": "x"}, "max_tokens"),
+                ("/v1/chat/completions", chat, "max_tokens"),
+                ("/v1/chat/completions", {**chat, "max_tokens": 5}, "max_completion_tokens"),
+            ):
                 for asked, keep in itertools.product((64, 100), (-1, 5)):
-                    fields = {"max_tokens": asked, "truncate_prompt_tokens": keep}
+                    fields = {name: asked, "truncate_prompt_tokens": keep}
                     error = error_of(await http.post(path, json={**body, **fields}))
-                    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
-                    assert error["message"].startswith(f"max_tokens is {asked}, but this model's maximum context")
-                    assert error["message"].endswith("lower max_tokens to 63 or less")
+                    assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+                    assert error["message"].startswith(f"{name} is {asked}, but this model's maximum context")
+                    assert error["message"].endswith(f"lower {name} to 63 or less")
+                error = error_of(await http.post(path, json={**body, name: 64}))
+                assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+                assert f" tokens and {name} is 64, but" in error["message"]
+                assert error["message"].endswith(f"shorten the prompt, or lower {name}")
             fields = {"max_tokens": 60, "truncate_prompt_tokens": 5}
             error = error_of(await http.post("/v1/completions", json={"prompt": "x", **fields}))
             assert error["param"] == "truncate_prompt_tokens"
