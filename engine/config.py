@@ -334,7 +334,9 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {shown(value)}; give True or False")
-        if not isinstance(self.attention, str) and not hasattr(self.attention, "refusal"):
+        if isinstance(self.attention, type) or not (
+            isinstance(self.attention, str) or hasattr(self.attention, "refusal")
+        ):
             raise ConfigError(f"attention is {shown(self.attention)}; give the name of a kernel, or an adapter")
 
     def _check_model(self) -> None:

@@ -323,6 +323,11 @@ def resolve(
     """
     device = drivers.find(config.device)
     if pool_budget is not None and config.memory_budget == "auto":
+        if not is_auto(config.memory_utilization):
+            raise ConfigError(
+                f"memory_utilization={config.memory_utilization} is a share of free memory, but this cache has that "
+                "of a pool; leave it out, or give a memory_budget as this cache's bound"
+            )
         budget = pool_budget
     else:
         budget = budget_bytes(config.memory_budget, config.device, config.memory_utilization)

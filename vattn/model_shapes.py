@@ -140,17 +140,13 @@ def shape_of(
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
 
-    def field(*names: str) -> Any:
-        return next((value for each in names if (value := getattr(config, each, None)) is not None), None)
+    def field(*names: str, of: Any = config) -> Any:
+        return next((value for each in names if (value := getattr(of, each, None)) is not None), None)
 
-    num_layers, heads = field("num_hidden_layers"), field("num_key_value_heads", "num_attention_heads")
-    head_dim, rank = field("head_dim"), field("kv_lora_rank")
-    if head_dim is None and field("hidden_size") and field("num_attention_heads"):
-        head_dim = config.hidden_size // config.num_attention_heads
-    v_head_dim = None
-    if rank is not None:  # latents, stored instead of keys and values
-        heads, head_dim, v_head_dim = 1, rank + config.qk_rope_head_dim, 0
-    if not num_layers or not heads or not head_dim:
+    num_layers = field("num_hidden_layers")
+    by_layer = field("per_layer_config")  # Gemma 4, from transformers 5.24 on
+    stored = [_stored(config if by_layer is None else by_layer[layer]) for layer in range(num_layers or 0)]
+    if not all(heads and head_dim for heads, head_dim, _ in stored) or not stored:
         raise UnsupportedModel(f"the config of {name!r} does not say its layers, K/V heads and head size")
     types = _layer_types(config, num_layers)
     if other := set(types) - {*_ATTENDING}:
@@ -158,22 +154,23 @@ def shape_of(
             f"{name!r} has layers of type {', '.join(sorted(other))}, which keep other state than keys and values"
         )
     check_int("tensor_parallel", tensor_parallel, at_least=1, at_most=MOST_HEADS)
-    if heads % tensor_parallel and tensor_parallel % heads:
-        raise ConfigError(
-            f"{heads} K/V heads cannot be divided among {tensor_parallel} devices; give a divisor or a multiple"
-        )
+    for heads in dict.fromkeys(heads for heads, _, _ in stored):
+        if heads % tensor_parallel and tensor_parallel % heads:
+            raise ConfigError(
+                f"{heads} K/V heads cannot be divided among {tensor_parallel} devices; give a divisor or a multiple"
+            )
     element = parse_dtype(dtype or str(field("dtype", "torch_dtype") or "bfloat16").removeprefix("torch."))
     longest = field("max_position_embeddings")
     limit = max_context_len or longest
-    members: dict[tuple[int | None, int, int], list[int]] = {}
-    stored = num_layers - (field("num_kv_shared_layers") or 0)  # the last layers may read those of earlier ones
-    for layer, kind in enumerate(types[:stored]):
+    members: dict[tuple[int | None, int, int, int | None], list[int]] = {}
+    apart = num_layers - (field("num_kv_shared_layers") or 0)  # the last layers may read those of earlier ones
+    for layer, kind in enumerate(types[:apart]):
         window = field("sliding_window", "attention_chunk_size") if kind in _WINDOWED else None
         if window is not None and limit is not None and window >= limit:
             window = None
-        own = (heads, head_dim)
+        own = stored[layer]
         if kind == "full_attention" and field("global_head_dim"):  # Gemma 4: wider heads where all tokens are seen
-            own = (field("num_global_key_value_heads") or heads, config.global_head_dim)
+            own = (field("num_global_key_value_heads") or own[0], config.global_head_dim, None)
         members.setdefault((window, *own), []).append(layer)
     groups = tuple(
         TensorGroup(
@@ -184,9 +181,24 @@ def shape_of(
             dtype=element,
             sliding_window=window,
         )
-        for (window, count, dim), layers in members.items()
+        for (window, count, dim, v_head_dim), layers in members.items()
     )
     return ModelShape(name, groups, longest)
+
+
+def _stored(config: Any) -> tuple[int, int, int | None]:
+    """Heads, head size, and head size of values if it is another, that are stored of a layer; 0 for what it does not
+    say.
+    """
+    if getattr(config, "kv_lora_rank", None) is not None:  # latents, stored instead of keys and values
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim, 0
+    queries = getattr(config, "num_attention_heads", None) or 0
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):  # Falcon
+        heads = 1
+    head_dim = getattr(config, "head_dim", None) or (queries and (getattr(config, "hidden_size", None) or 0) // queries)
+    v_head_dim = getattr(config, "v_head_dim", None)
+    return heads, head_dim, None if v_head_dim == head_dim else v_head_dim
 
 
 def _layer_types(config: Any, num_layers: int) -> list[str]:

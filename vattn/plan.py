@@ -163,7 +163,7 @@ def plan(
         mean_tokens=sum(count * tokens for tokens, count in load.items()) / load.total(),
         options=tuple(options),
         recommended=recommended,
-        reason=_reason(best, baseline, recommended, config, automatic.bytes_per_token),
+        reason=_reason(best, baseline, recommended, config),
     )
 
 
@@ -279,10 +279,10 @@ def _evenly(most: int) -> range:
     return range(1, most + 1, most // _LENGTHS | 1)
 
 
-def _reason(best: Option, baseline: Option, recommended: Option, config: KVConfig, token_bytes: int) -> str:
+def _reason(best: Option, baseline: Option, recommended: Option, config: KVConfig) -> str:
     longest = f"{config.max_context_len:,} tokens"
     if not recommended.longest_requests:
-        need = format_bytes(token_bytes * config.max_context_len)
+        need = format_bytes(_live(config.tensor_groups, config.max_context_len))
         return f"No request of {longest} fits: it takes {need} and more. Give more memory, or a shorter limit."
     fits = f"{recommended.typical_requests:,} requests of these lengths"
     if recommended is baseline:

@@ -241,7 +241,8 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
     parts = list(_parts(message.get("content")))
     # As in vLLM: templates expect what a tool says as text, whatever they expect of others.
     content = parts if as_parts and role != "tool" else "\n".join(part["text"] for part in parts if part["text"])
-    fields = {key: value for key, value in message.items() if value or key not in CALLS}
+    # Without fields that are null, which templates would write: transformers drops them only from 5.23 on.
+    fields = {key: value for key, value in message.items() if value is not None and (value or key not in CALLS)}
     if role == "assistant":
         if "tool_calls" in fields:
             _check_list("tool_calls of a message is a list of calls", fields["tool_calls"])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -54,11 +55,13 @@ class _Line:
     Attributes:
         heard: when it said something, or was first asked for what it works on; in the loop's seconds.
         silent: it did not answer in time, and nothing is asked of it until it says something.
+        refused: when it last refused a prompt that it may compute another time; in the loop's seconds.
     """
 
     writer: asyncio.StreamWriter
     heard: float
     silent: bool = False
+    refused: float = -math.inf
     jobs: dict[int, _Job] = field(default_factory=dict)
 
     @property
@@ -189,12 +192,15 @@ class _Lines:
             return sum(not line.silent for line in self._lines.values())
 
     def hand(self, salt: bytes, tokens: list[int], rest: range) -> _Job | None:
-        """Asks the prefiller that has least to do; None if there is none."""
+        """Asks the prefiller that has least to do, of those that refused nothing lately if there are any; None if there
+        is none at all.
+        """
         with self._changed:
             lines = [line for line in self._lines.values() if not line.silent]
             if not lines:
                 return None
-            line = min(lines, key=lambda line: line.tokens)
+            now = self._loop.time()
+            line = min(lines, key=lambda line: (now - line.refused < PATIENCE, line.tokens))
             if not line.jobs:
                 line.heard = self._loop.time()
             job = _Job(next(self._numbers), len(tokens), rest, tokens[rest.start : rest.stop])
@@ -292,6 +298,8 @@ class _Lines:
         with self._changed:
             line.heard, line.silent = self._loop.time(), False
             job = line.jobs.pop(came.job, None)
+            if came.kind is not Kind.ALIVE:
+                line.refused = line.heard if came.kind is Kind.FAILED else -math.inf
             if job is None:
                 return
             held = sum(len(each.rows or ()) for each in self._holding)

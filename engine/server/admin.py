@@ -39,6 +39,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}", response_model=ModelCard)
     async def model(name: str) -> Response:
+        if not name:  # only a slash behind it
+            return await models()
         service.check_model(name)
         return json_response(card(name))
 

@@ -62,7 +62,7 @@ def check_supported(body: Sampling) -> None:
     if best_of not in (None, body.n or 1):
         raise bad("best_of is supported only where it equals n; set n, and choose among the choices", "best_of")
     refuse(given)
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise bad("stream_options is for streams; set stream", "stream_options")
     if isinstance(body, GenerateRequest) and body.prompt_logprobs is not None:
         raise bad("prompt_logprobs is not supported by /generate; use /v1/completions", "prompt_logprobs")

@@ -71,8 +71,8 @@ class Service:
         self.bodies.workers.close()
 
     def check_model(self, model: str | None) -> None:
-        """Raise an ApiError, 404, for a name that the model does not have."""
-        if model is not None and model not in self.names:
+        """Raise an ApiError, 404, for a name that the model does not have; an empty one counts as none, as in vLLM."""
+        if model and model not in self.names:
             raise ApiError(
                 404,
                 f"the model {model[:100]!r} does not exist; there is {', '.join(self.names)}",

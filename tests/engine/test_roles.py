@@ -311,7 +311,8 @@ def test_rows_of_weights_that_may_have_changed_are_not_used(broker: brokers.Proc
     with prefiller() as first, decoder() as second:
         type(first.core).reset_prefix_cache.__wrapped__(first.core)  # type: ignore[attr-defined]
         assert computed(second, PROMPTS[-1]) == len(PROMPT)
-        assert remote(second).lost == 0
+        assert remote(second).lost == 1, "it refuses prompts"
+        assert not first.core.figures.prompt_tokens
 
 
 def test_short_prompts_and_those_in_memory_stay(broker: brokers.Process) -> None:
@@ -656,6 +657,22 @@ def test_an_engine_that_sleeps_takes_no_prompts(broker: brokers.Process) -> None
         first.core.asleep = True  # as `sleep` has it
         assert run(second, PROMPT).outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
         assert remote(second).lost == 1
+        first.core.asleep = False
+
+
+@pytest.mark.parametrize("asleep", [0, 1])
+def test_prompts_go_to_an_engine_that_does_not_refuse_them(asleep: int, broker: brokers.Process) -> None:
+    """One that refuses has nothing to do, and would otherwise be asked first."""
+    with prefiller() as one, prefiller() as another, decoder(2) as second:
+        first, other = (one, another) if asleep == 0 else (another, one)
+        first.core.asleep = True  # as `sleep` has it
+        for number in range(8):
+            second.add_request(f"{number}", {"prompt_token_ids": [5 + number, *PROMPT]}, GREEDY)
+            time.sleep(0.05)  # in which the first one says no
+        while second.has_unfinished():
+            second.step()
+        assert remote(second).lost <= 1
+        assert other.core.figures.prompt_tokens >= 7 * len(PROMPT)
         first.core.asleep = False
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import FalconConfig, Gemma4TextConfig
 
 from tests.support.tiny_models import FAMILIES, make_model
 from vattn import packed
@@ -44,6 +47,31 @@ def test_a_config_says_what_its_model_stores(family: str) -> None:
         for index, (layer, window) in enumerate(zip(stored, windows, strict=True))
     }
     assert shape.max_context_len == LIMIT
+
+
+def test_heads_that_differ_from_layer_to_layer() -> None:
+    shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8}
+    full = {"num_key_value_heads": 2, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    config = Gemma4TextConfig(
+        **shape, **full, sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2
+    )
+    windowed, whole = shape_of(config, "gemma4").groups
+    assert (windowed.num_kv_heads, windowed.head_dims, windowed.sliding_window) == (2, (8, 8), 64)
+    assert (whole.num_kv_heads, whole.head_dims, whole.sliding_window) == (1, (16, 16), None)
+
+
+@pytest.mark.parametrize(("options", "heads"), [({}, 1), ({"multi_query": False}, 71)])
+def test_one_head_for_all_queries(options: dict[str, Any], heads: int) -> None:
+    (group,) = shape_of(FalconConfig(**options), "falcon-7b").groups
+    assert (group.num_kv_heads, group.head_dims) == (heads, (64, 64))
+
+
+def test_values_of_another_size_than_keys() -> None:
+    config = SimpleNamespace(
+        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=24, v_head_dim=16
+    )
+    (group,) = shape_of(config, "a model").groups
+    assert group.head_dims == (24, 16)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from vattn.layout import LAYOUTS, LayoutName
 from vattn.model_shapes import find_shape
 from vattn.packed import KVShape
 from vattn.plan import Option, plan
+from vattn.units import format_bytes
 
 MIB = 2**20
 PLAIN = [TensorGroup(layers=range(3), num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)]
@@ -159,6 +161,19 @@ def test_paged_is_recommended_where_pages_hold_fewer_requests() -> None:
     assert enough.recommended.kind == "virtual", "as many as may run fit either way"
     none = plan(PLAIN, memory=MIB // 8, max_context_len=2048)
     assert none.reason.startswith("No request of 2,048 tokens fits")
+
+
+def test_what_a_request_takes_that_does_not_fit_is_what_its_queries_see() -> None:
+    half = [
+        TensorGroup(layers=layers, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, sliding_window=window)
+        for layers, window in ((range(8), None), (range(8, 16), 64))
+    ]
+    size: dict[str, Any] = {"max_context_len": 16_384, "device": "cpu"}
+    token = 2 * 2 * 64 * 2 * 8  # of half of the layers
+    assert plan(half, memory=2 * MIB, **size).reason.startswith(
+        f"No request of 16,384 tokens fits: it takes {format_bytes(token * (16_384 + 64))} and more"
+    )
+    assert plan(half, memory=token * 20_000, **size).recommended.longest_requests == 1
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ def _refusal(adapter: Attention, cases: Sequence[Case]) -> str | None:
 
 def _declared(adapter: Attention) -> Attention:
     """A user's adapter, checked for the attributes of `Attention`."""
+    if isinstance(adapter, type):
+        raise ConfigError(f"attention is the class {adapter.__name__}; give an object of it, {adapter.__name__}()")
     missing = [name for name in ("name", "guard_rows", "reads", "capturable", "refusal") if not hasattr(adapter, name)]
     if missing:
         raise ConfigError(

@@ -66,6 +66,12 @@ def test_further_keys_of_parts_and_messages_reach_the_template() -> None:
     assert message["content"] == [{"type": "text", "text": "one", "cache": "kept"}], "the caller's own was changed"
 
 
+def test_fields_that_are_null_count_as_absent() -> None:
+    template = "{{ messages[0].name is defined }}{{ 'refusal' in messages[0] }}"
+    message = {"role": "user", "name": None, "content": "one", "refusal": None}
+    assert render(make_tokenizer(), [message], chat_template=template) == "FalseFalse"
+
+
 def calling(*arguments: object, **fields: Any) -> list[dict[str, Any]]:
     """A conversation with a call for each of the arguments."""
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": each}} for each in arguments]

@@ -777,7 +777,7 @@ def test_a_model_may_have_several_names() -> None:
             assert [card["id"] for card in cards] == ["small", "other"]
             chat = {"messages": [{"role": "user", "content": "a"}]}
             for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", chat)):
-                for fields in ({}, {"model": "small"}, {"model": "other"}):
+                for fields in ({}, {"model": "small"}, {"model": "other"}, {"model": ""}, {"stream_options": {}}):
                     body = {**body, "max_tokens": 1, **fields}
                     answer = await http.post(path, json=body)
                     assert (answer.status_code, answer.json()["model"]) == (200, "small")
@@ -785,6 +785,7 @@ def test_a_model_may_have_several_names() -> None:
                 event, _, _ = streamed.text.partition("\n\n")
                 assert json.loads(event.removeprefix("data: "))["model"] == "small"
             assert (await http.get("/v1/models/other")).json()["id"] == "other"
+            assert (await http.get("/v1/models/")).json()["data"] == cards
             for name in ("tiny", MODEL):  # the application's own, and the path
                 answer = await http.post("/v1/completions", json={**PROMPT, "model": name})
                 assert answer.status_code == 404

@@ -735,7 +735,7 @@ for name in extra:
     sys.modules[name] = None
 import vattn.engine
 from vattn.engine.config import EngineConfig
-from vattn.engine.server import ServerSettings, run, serve
+from vattn.engine.server import ServerSettings, serve
 serve(EngineConfig(model="x"), ServerSettings())
 """
     found = scripts.run(code)

@@ -419,6 +419,8 @@ class TestChoice:
 
         with pytest.raises(ConfigError, match="reads='slots'; give 'request' or 'layer'"):
             attention.get(Undeclared())
+        with pytest.raises(ConfigError, match=r"is the class TorchSDPA; give an object of it, TorchSDPA\(\)"):
+            attention.get(attention.TorchSDPA)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="SimpleNamespace does not declare guard_rows, reads, refusal"):
             attention.get(SimpleNamespace(name="own", capturable=False))  # type: ignore[arg-type]
 

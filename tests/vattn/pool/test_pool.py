@@ -85,6 +85,13 @@ def test_a_pool_has_room_for_a_first_token(memory_budget: str) -> None:
     pool.close()
 
 
+def test_a_share_of_free_memory_makes_no_sense_beside_a_pool() -> None:
+    pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE)
+    with pytest.raises(vattn.ConfigError, match=r"memory_utilization=0.5 .* of a pool; leave it out, or give"):
+        make(pool, memory_budget="auto", memory_utilization=0.5)
+    pool.close()
+
+
 def test_a_cache_can_be_used_from_several_threads() -> None:
     pool = vattn.PagePool(512 * PAGE, device=DEVICE, page_size=PAGE)
     with make(pool, max_batch_size=8) as cache:
