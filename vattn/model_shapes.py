@@ -140,8 +140,8 @@ def shape_of(
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
 
-    def field(*names: str, of: Any = config) -> Any:
-        return next((value for each in names if (value := getattr(of, each, None)) is not None), None)
+    def field(*names: str) -> Any:
+        return next((value for each in names if (value := getattr(config, each, None)) is not None), None)
 
     num_layers = field("num_hidden_layers")
     by_layer = field("per_layer_config")  # Gemma 4, from transformers 5.24 on
