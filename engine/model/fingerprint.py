@@ -49,7 +49,7 @@ def fingerprint(model: PreTrainedModel, **facts: Any) -> bytes:
         "adapters": [
             (name, _name(module), {key: getattr(module, key, None) for key in _OF_ADAPTERS})
             for name, module in model.named_modules()
-            if isinstance(getattr(module, "disable_adapters", None), bool)  # a method of models
+            if isinstance(getattr(module, "disable_adapters", None), bool)  # of models it is a method
         ],
         "config": config,
         "dtype": model.dtype,

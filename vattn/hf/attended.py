@@ -37,18 +37,19 @@ class Attended(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if len(types) > 1 and not all(issubclass(kind, Attended) for kind in types):
+        if len(types) > 1 and not all(issubclass(kind, Attended) for kind in types):
+            # A mask or a weight with behaviour of its own, which is asked with plain keys and values.
+            with torch._C.DisableTorchFunctionSubclass():
                 args, kwargs = tree_map_only(Attended, as_plain, (args, kwargs or {}))
-            elif func is scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
-            elif func in _REPEATING and not kwargs and (repeated := _repeated(func, *args)) is not None:
+            if func in _REPEATING and not kwargs and (repeated := _repeated(func, *args)) is not None:
                 return repeated
-            else:
-                if func in _COPYING:
-                    args = tree_map_only(Attended, as_plain, args)
-                return func(*args, **(kwargs or {}))
-        return func(*args, **kwargs)  # a mask or a weight with behaviour of its own, which is on again
+            if func in _COPYING:
+                args = tree_map_only(Attended, as_plain, args)
+            return func(*args, **(kwargs or {}))
 
 
 class _Lazy(Attended):

@@ -27,6 +27,14 @@ def _model(family: str) -> PreTrainedModel:
     return copy.deepcopy(make_model(family)).bfloat16()
 
 
+def _smaller(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, with other weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.75)
+    return model
+
+
 def _generate(llm: LLM) -> Report:
     outputs = (each.outputs[0] for each in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False))
     return [(list(output.token_ids), output.cumulative_logprob or 0.0) for output in outputs]
@@ -35,10 +43,7 @@ def _generate(llm: LLM) -> Report:
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "deepseek-v3"])
 def test_weights_that_change_count_after_a_reset(family: str) -> None:
     """As for an engine that is made over them. The latents of deepseek are made of weights, too."""
-    model, other = _model(family), _model(family)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.75)
+    model, other = _model(family), _smaller(_model(family))
     with LLM(copy.deepcopy(other)) as llm:
         expected = _generate(llm)
     with LLM(model) as llm:
@@ -56,10 +61,7 @@ def test_weights_that_change_count_after_a_reset(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "deepseek-v3"])
 def test_an_engine_that_is_made_over_changed_weights_has_them(family: str, eager: bool) -> None:
     """Beside one that packed the weights of before, as where a cell with `llm = LLM(model)` is run again."""
-    model, other = _model(family), _model(family)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.75)
+    model, other = _model(family), _smaller(_model(family))
     with LLM(copy.deepcopy(other)) as beside, LLM(beside.core.loaded.model, enforce_eager=eager) as llm:
         expected = _generate(llm)
     with LLM(model) as before:
@@ -225,11 +227,8 @@ def test_gradients_beside_an_engine(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "phi3", "opt"])
 def test_forwards_of_the_caller_have_the_weights_of_now(family: str) -> None:
     """Of the model and its parts, without gradients, and without a reset; those of the engine have them after one."""
-    model, other = _model(family), _model(family)
+    model, other = _model(family), _smaller(_model(family))
     ids = torch.tensor([_PROMPTS[0]])
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.75)
     with LLM(copy.deepcopy(other)) as llm:
         expected = _generate(llm)
     with LLM(model) as llm:
