@@ -327,8 +327,12 @@ class OwnDirectory(Directory):
         self._free.append(number)
         return True
 
+    def hide(self, number: int) -> None:
+        """Has nobody find a block any more; who has it pinned keeps it. Its pages stay as they are until `remove`."""
+        self._erase(os.pread(self._file, KEY_BYTES, self._at(number)), number)
+
     def withdraw(self, number: int) -> None:
-        """Has nobody find a block any more, because it is wrong. Its pages stay as they are until `remove`."""
+        """`hide`, because the block is wrong: who has it pinned learns that."""
         entry = self.read(number)
         assert entry is not None, "withdrew a block that is not published"
         self._erase(entry.key, number)

@@ -290,7 +290,7 @@ class LentCore(Core):
         """`Sharing.tend` once the cache is gone."""
         if shares.lingers:
             with contextlib.suppress(VattnError):  # a driver that fails, say: another time
-                self.execute(shares.give_up_withdrawn)
+                self.execute(shares.give_up_lingering)
         if self.mapper.passed(self.mapper.last) and not self.mapper.failed:
             shares.release_all_but({})
         shares.forget_ended()

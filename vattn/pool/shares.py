@@ -11,7 +11,7 @@ import contextlib
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,6 +89,18 @@ class Left(NamedTuple):
     last_use: int
 
 
+class Lingering(NamedTuple):
+    """A block that has gone here, while others have it mapped.
+
+    Attributes:
+        pages: its pages, per kind of tensor.
+        key: None once it was found to be wrong.
+    """
+
+    pages: tuple[_native.Pages, ...]
+    key: bytes | None
+
+
 class Shares:
     """The files; used under the pool's lock.
 
@@ -111,7 +123,7 @@ class Shares:
         self.peers: list[Peer] = []
         self.left: dict[int, Left] = {}
         self.alone = False
-        self._lingering: dict[int, tuple[_native.Pages, ...]] = {}
+        self._lingering: dict[int, Lingering] = {}
         self._returned: set[_native.Pages] = set()
         self._fetched: set[Foreign] = set()
 
@@ -130,16 +142,33 @@ class Shares:
         """Lets nobody map a block any more; False if somebody does now, and so keeps it."""
         return self.directory.remove(number)
 
-    def withdraw(self, change: Change, number: int, pages: tuple[_native.Pages, ...]) -> None:
+    def hide(self, change: Change, number: int, key: bytes, pages: tuple[_native.Pages, ...]) -> None:
         """Has nobody find a block any more whose pages others have mapped. These are held until nobody has."""
-        change.put(self._lingering, number, pages)
+        change.put(self._lingering, number, Lingering(pages, key))
+        self.directory.hide(number)
+
+    def withdraw(self, change: Change, number: int, pages: tuple[_native.Pages, ...]) -> None:
+        """`hide` for a block that is wrong: those who have it mapped have no request begin with it."""
+        change.put(self._lingering, number, Lingering(pages, None))
         self.directory.withdraw(number)
 
-    def give_up_withdrawn(self, change: Change) -> None:
-        """Plans to give up what was withdrawn and is not mapped any more."""
-        for number, pages in list(self._lingering.items()):
+    def withdraw_hidden(self, keys: Container[bytes]) -> None:
+        """`withdraw` for hidden blocks with these keys; a change that fails takes none of it back."""
+        for number, block in [*self._lingering.items()]:
+            if block.key is not None and block.key in keys:
+                self.directory.withdraw(number)
+                self._lingering[number] = Lingering(block.pages, None)
+
+    @property
+    def hidden_keys(self) -> set[bytes]:
+        """The keys of hidden blocks."""
+        return {block.key for block in self._lingering.values() if block.key is not None}
+
+    def give_up_lingering(self, change: Change) -> None:
+        """Plans to give up what was hidden or withdrawn and is not mapped any more."""
+        for number, block in [*self._lingering.items()]:
             if self.directory.remove(number):
-                self._returned.update(pages)
+                self._returned.update(block.pages)
                 del self._lingering[number]
         self._give_up_returned(change)
 
@@ -185,14 +214,14 @@ class Shares:
 
     @property
     def lingers(self) -> bool:
-        """Whether anything was withdrawn that others may have mapped."""
+        """Whether anything was hidden or withdrawn that others may have mapped."""
         return bool(self._lingering or self._returned)
 
     @property
     def held(self) -> list[_native.Pages]:
         """The pages that are held here, and by no cache."""
         left = (each for block in self.left.values() for each in block.pages)
-        lingering = (each for pages in self._lingering.values() for each in pages)
+        lingering = (each for block in self._lingering.values() for each in block.pages)
         return [*left, *self._returned, *lingering]
 
     # Blocks of others

@@ -393,8 +393,13 @@ class Bands:
         """The blocks with one of these keys, in an index or in slots."""
         return tuple((band.shared, block) for band in self._bands for block in band.shared.with_keys(keys))
 
+    def withdraw_hidden(self, keys: Set[Key]) -> None:
+        """Has other processes learn that what they have still of evicted blocks with these keys is wrong."""
+        for band in self._bands:
+            band.shared.withdraw_hidden(keys)
+
     def keys(self) -> Iterator[Key]:
-        """The keys of all blocks, in an index or in slots."""
+        """The keys of all blocks, in an index or in slots, or evicted while other processes had them."""
         return itertools.chain.from_iterable(band.shared.keys() for band in self._bands)
 
     def grow(self, change: Change, slot: int, tokens: int, start: int) -> None:

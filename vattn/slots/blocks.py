@@ -168,8 +168,9 @@ class SharedBlocks:
         return {block for block in self._everything() if block.key in keys}
 
     def keys(self) -> Iterator[Key]:
-        """The keys of all blocks that can be found, in the index or in slots."""
-        return (block.key for block in self._everything() if block.key is not None)
+        """The keys of all blocks that can be found, in the index or in slots, or that other processes have still."""
+        hidden = set[Key]() if self.shares is None else self.shares.hidden_keys
+        return itertools.chain((block.key for block in self._everything() if block.key is not None), hidden)
 
     def _everything(self) -> Iterator[PageBlock]:
         return itertools.chain(self.index, *(slot.blocks for slot in self._slots))
@@ -310,7 +311,7 @@ class SharedBlocks:
         """Has no other process find a block, which stays what it is here."""
         if not self.yields(block):
             self._pool.hold(change.transaction, block.pages)
-            self._withdraw(change, block)
+            self._leave_to_others(change, block, wrong=True)
 
     def retract(self, change: Change, block: PageBlock) -> None:
         """Has a block with wrong contents, which may be in use, not found any more, in the index or in a slot."""
@@ -322,7 +323,12 @@ class SharedBlocks:
         change.set(block, "retracted", True)
         self._recount(block)
         if published:
-            self._let_go(change, block)
+            self._let_go(change, block, wrong=True)
+
+    def withdraw_hidden(self, keys: Set[Key]) -> None:
+        """`retract` for what is here no more and other processes have still."""
+        if self.shares is not None:
+            self.shares.withdraw_hidden(keys)
 
     def evict(self, change: Change, block: PageBlock) -> None:
         """Plans to evict a cached block that no slot has mapped, which frees its pages."""
@@ -416,20 +422,24 @@ class SharedBlocks:
         )
         return PageBlock(depth=depth, own=pages)
 
-    def _let_go(self, change: Change, block: PageBlock) -> None:
+    def _let_go(self, change: Change, block: PageBlock, *, wrong: bool = False) -> None:
         if not block.foreign and not self.yields(block):
-            self._withdraw(change, block)
+            self._leave_to_others(change, block, wrong=wrong)
             return
         for pages in block.pages:
             self._pool.let_go(change.transaction, pages)
 
-    def _withdraw(self, change: Change, block: PageBlock) -> None:
+    def _leave_to_others(self, change: Change, block: PageBlock, *, wrong: bool) -> None:
         """Has no other process find a block that some have mapped, and leaves a reference of its pages to them."""
         assert self.shares is not None
         assert block.entry is not None
         number = block.entry
         change.set(block, "entry", None)
-        self.shares.withdraw(change, number, block.pages)
+        if wrong:
+            self.shares.withdraw(change, number, block.pages)
+        else:
+            assert block.key is not None
+            self.shares.hide(change, number, block.key, block.pages)
 
     def _take_out(self, blocks: Iterable[PageBlock]) -> None:
         """Undoes `insert`."""

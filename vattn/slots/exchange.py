@@ -118,6 +118,7 @@ class Exchange(Decisions):
         for number, block in [*self._published.items()]:
             if block.entry == number:
                 self._band.shared.unpublish(change, block)
+        self._shares.withdraw_hidden(self._shares.hidden_keys)
         for _, _, block in self._blocks():
             if block.published:
                 self._slots.withdraw(change, self._band.shared, block)
@@ -210,10 +211,10 @@ class Exchange(Decisions):
         unused.sort(key=lambda block: -block.depth)
 
         def plan(change: Change) -> None:
+            self._shares.give_up_lingering(change)  # first: what lingers from here on may be taken back
             self.heed(change)
             for block in unused:
                 self._reclaimer.let_go(change, self._band, block)
-            self._shares.give_up_withdrawn(change)
 
         if unused or self._shares.lingers or self.behind:
             self._core.execute(plan)

@@ -270,6 +270,7 @@ class SlotTable:
                 if self.length.get(slot, 0) > block.depth * self._bands.block_tokens:
                     self.distrust(change, slot, block.depth)
             self.withdraw(change, shared, block)
+        self._bands.withdraw_hidden(keys)
 
     def distrust(self, change: Change, slot: int, count: int) -> None:
         """Has nothing published that a slot has behind its first `count` blocks, until it goes back to there."""

@@ -115,3 +115,13 @@ def withdrawn_reused() -> None:
             self._native.let_go(change.transaction, each)
 
     shares.Shares.withdraw = withdraw  # type: ignore[method-assign]
+
+
+@mutation("shares", "what is evicted while others have it is reused at once", "broker")
+def hidden_reused() -> None:
+    def hide(self: shares.Shares, change: Change, number: int, key: bytes, pages: tuple[_native.Pages, ...]) -> None:
+        self.directory.hide(number)
+        for each in pages:
+            self._native.let_go(change.transaction, each)
+
+    shares.Shares.hide = hide  # type: ignore[method-assign]

@@ -171,6 +171,25 @@ def test_entries_are_alike_as_far_as_they_have_the_keys(mine: OwnDirectory) -> N
         assert other.alike(0, keys) == 2
 
 
+def test_a_hidden_block_is_looked_for_no_more_and_stays_what_it_is(mine: OwnDirectory) -> None:
+    number = mine.add(key(1), TOKENS, [0, PAGE])
+    assert number is not None
+    with reader(mine) as other:
+        other.pin(number)
+        mine.hide(number)
+        assert other.withdrawals == 0
+        assert other.find(key(1)) is None
+        entry = other.read(number)
+        assert entry is not None
+        assert entry.key == key(1)
+        again = mine.add(key(1), TOKENS, [2 * PAGE, 3 * PAGE])
+        assert again not in (None, number)
+        assert not mine.remove(number)
+        other.unpin(number)
+        assert mine.remove(number)
+        assert other.find(key(1)) == again
+
+
 def test_a_withdrawn_block_is_found_no_more_and_stays_pinned(mine: OwnDirectory) -> None:
     number = mine.add(key(1), TOKENS, [0, PAGE])
     assert number is not None
@@ -433,6 +452,19 @@ class Sharing(RuleBasedStateMachine):
             for number in [*owner.blocks][:1]:
                 owner.withdrawn[number] = owner.blocks.pop(number)[1]
                 owner.directory.withdraw(number)
+
+        self.killing(owner, after, act)
+        if not owner.alive:
+            self.start_owner()
+
+    @rule(at=st.randoms(use_true_random=False), after=moments)
+    def hide(self, at: random.Random, after: int | None) -> None:
+        owner = at.choice([owner for owner in self.owners if owner.alive])
+
+        def act() -> None:
+            for number, (content, _) in [*owner.blocks.items()][:1]:
+                owner.directory.hide(number)
+                assert owner.directory.find(content_key(content)) != number
 
         self.killing(owner, after, act)
         if not owner.alive:

@@ -463,6 +463,59 @@ def test_what_is_retracted_is_found_no_more_and_not_used_again_while_mapped(brok
         a.kv.check()
 
 
+def test_what_is_evicted_stays_right_for_those_who_have_it_mapped(broker: brokers.Process) -> None:
+    """They keep what they computed on it, and nobody else finds it."""
+    with engines("a", "b", "c") as (a, b, c):
+        a.kv.free_reqid(a.publish(PROMPT))
+        b.meets(2)
+        c.meets(2)
+        assert b.kv.take_withdrawn() == set()
+        slot, cached = b.compute([*PROMPT, *range(BLOCK)])
+        assert cached == len(PROMPT)
+        a.kv.evict_prefixes()
+        a.kv.check()
+        assert b.kv.take_withdrawn() == set()
+        assert b.kv.find_prefix([*PROMPT, *range(BLOCK), 1]) == len(PROMPT) + BLOCK
+        assert c.compute([*PROMPT, 2])[1] == 0
+        assert len(a.shares.held) == 20
+        again = a.publish(PROMPT)
+        a.kv.trim()
+        assert a.says(again, PROMPT)
+        assert b.says(slot, PROMPT)
+        a.kv.check()
+        b.kv.check()
+        assert broker.problems() == []
+        b.kv.free_reqid(slot)
+        wait_until(lambda: not a.shares.held)
+        a.kv.check()
+
+
+@pytest.mark.parametrize("how", ["retract", "retract_tokens", "stop_sharing"])
+def test_what_is_found_to_be_wrong_after_it_was_evicted_is_withdrawn(broker: brokers.Process, how: str) -> None:
+    more = [*PROMPT, *range(BLOCK)]
+    with engines("a", "b") as (a, b):
+        first = a.publish(PROMPT, value=9.0)
+        a.kv.free_reqid(a.publish(more, value=9.0))
+        b.meets()
+        b.kv.take_withdrawn()
+        slot, cached = b.compute([*more, 1])
+        assert cached == len(more)
+        if how != "retract":
+            a.kv.free_reqid(first)
+        a.kv.evict_prefixes()
+        assert b.kv.take_withdrawn() == set()
+        {
+            "retract": lambda: a.kv.retract(first),
+            "retract_tokens": lambda: a.kv.retract_tokens(PROMPT),
+            "stop_sharing": a.kv.stop_sharing,
+        }[how]()
+        a.kv.check()
+        assert b.kv.take_withdrawn() == set(block_keys(root_key(b""), more, BLOCK))
+        assert b.compute([*more, 2])[1] == 0
+        assert b.says(slot, more, 9.0)
+        b.kv.check()
+
+
 def test_a_cache_that_stops_sharing_is_found_no_more(broker: brokers.Process) -> None:
     with engines("a", "b") as (a, b):
         a.publish(PROMPT)
