@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from .detokenizer import Decode, Detokenizer
 from .sampling import SamplingParams
 
-_CONTEXTS = (4, 8, 16)  # tokens of a prompt with which an output is decoded: more, where these cut a character
+# Tokens of a prompt with which an output is decoded. Where each is a byte, one of these cuts between two characters.
+_CONTEXTS = (4, 5, 6, 7)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes it
 _TOKENS_KEPT = 65536  # texts of single tokens, which log probabilities ask for again and again
 

@@ -43,7 +43,7 @@ def decoder(tokenizer: PreTrainedTokenizerFast, skip: bool = True) -> Callable[[
 def test_a_text_goes_on_where_those_before_it_ended(tokenizer: PreTrainedTokenizerFast) -> None:
     """With the space before its first word, which a tokenizer leaves out at the beginning of a text."""
     reader = TokenText(tokenizer)
-    for text in TEXTS[:3]:
+    for text in (*TEXTS[:3], "ሰላምሰላም a"):  # letters of three bytes each
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         for cut in range(1, len(ids)):
             before = reader.of(ids[:cut], skip_special_tokens=True)
