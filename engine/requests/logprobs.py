@@ -17,7 +17,7 @@ class Logprob:
         logprob: natural logarithm of its probability, from the model's own logits; with `structured_outputs`, those of
             the tokens that keep to the form.
         rank: 1 for the most probable token.
-        decoded_token: the token alone as text; None without a tokenizer.
+        decoded_token: the token alone as text; None if the tokenizer has none for it, or there is no tokenizer.
     """
 
     logprob: float

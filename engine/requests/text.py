@@ -69,10 +69,13 @@ class TokenText:
     def _of_token(self, token_id: int) -> str | None:
         if self.tokenizer is None or token_id >= len(self.tokenizer):
             return None
-        text = self.of([token_id], skip_special_tokens=False)
-        if str(self.tokenizer.convert_ids_to_tokens(token_id)).startswith(_SPACE):
-            # Some tokenizers leave out a space at the beginning of a text, where this token seldom is.
-            text = self.of([token_id, token_id], skip_special_tokens=False)[len(text) :]
+        try:
+            text = self.of([token_id], skip_special_tokens=False)
+            if str(self.tokenizer.convert_ids_to_tokens(token_id)).startswith(_SPACE):
+                # Some tokenizers leave out a space at the beginning of a text, where this token seldom is.
+                text = self.of([token_id, token_id], skip_special_tokens=False)[len(text) :]
+        except Exception:  # the tokenizer, which is not ours, may have ids without a text
+            return None
         return text
 
     def _bytes_of(self, token_id: int) -> bytes:

@@ -274,6 +274,30 @@ def test_a_tokenizer_that_fails_harms_one_request(monkeypatch: pytest.MonkeyPatc
     assert (outputs[1].error, outputs[1].outputs[0].token_ids) == (None, want)
 
 
+def test_a_token_that_the_tokenizer_cannot_decode_has_a_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alternative, which ends neither the request that asked for it nor the others."""
+    prompts = make_prompts([5, 6])
+    want = [expected("llama", prompt, 8) for prompt in prompts]
+    known = {token for tokens in (*prompts, *want) for token in tokens}
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with make_llm() as llm:
+        decode = llm.tokenizer.decode
+
+        def failing(token_ids: list[int], **options: Any) -> Any:
+            if not known.issuperset(token_ids):
+                raise KeyError(token_ids)
+            return decode(token_ids, **options)
+
+        monkeypatch.setattr(llm.tokenizer, "decode", failing)
+        outputs = llm.generate(prompts, [params, replace(params, logprobs=5, prompt_logprobs=5)], use_tqdm=False)
+        texts = {token: decode([token]) for token in known}
+    assert [(output.error, output.outputs[0].token_ids) for output in outputs] == [(None, tokens) for tokens in want]
+    for reports in (outputs[1].outputs[0].logprobs, (outputs[1].prompt_logprobs or [])[1:]):
+        found = {token: entry.decoded_token for report in reports or () for token, entry in (report or {}).items()}
+        assert set(found) - known
+        assert found == {token: texts.get(token) for token in found}
+
+
 def test_chat() -> None:
     tokenizer = make_tokenizer()
     conversation = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
