@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -142,7 +143,7 @@ class RequestGroup:
         output = RequestOutput(
             request_id=self.request_id,
             prompt=first.prompt,
-            prompt_token_ids=first.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=scored if scored is not None and len(scored) == len(first.prompt_token_ids) else None,
             outputs=completions,
             finished=finished,
@@ -152,6 +153,11 @@ class RequestGroup:
         )
         self._told, self._ended, self._texts = told, ended, texts  # with no call after it
         return output
+
+    @functools.cached_property
+    def _prompt_token_ids(self) -> list[int]:
+        """The callers', who may change it; the requests compute from theirs."""
+        return self.requests[0].prompt_token_ids.copy()
 
     def _news(self) -> list[CompletionOutput]:
         completions = []

@@ -298,6 +298,17 @@ def test_a_token_that_the_tokenizer_cannot_decode_has_a_log_probability(monkeypa
         assert found == {token: texts.get(token) for token in found}
 
 
+def test_what_a_caller_adds_to_the_prompt_of_an_output_does_not_reach_the_request() -> None:
+    [prompt] = make_prompts([5])
+    want = expected("llama", prompt, 40)
+    with make_llm() as llm:
+        llm.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=40))
+        while llm.has_unfinished():
+            for output in llm.step():
+                output.prompt_token_ids.extend(output.outputs[0].token_ids)
+    assert output.outputs[0].token_ids == want
+
+
 def test_chat() -> None:
     tokenizer = make_tokenizer()
     conversation = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
