@@ -244,8 +244,8 @@ class EngineConfig:
         None,
         "decode several tokens per step where text repeats itself: "
         '`{"method": "ngram", "num_speculative_tokens": 4}`, and `prompt_lookup_max` (4) and `prompt_lookup_min` (2): '
-        "how many of the last tokens have to match. Outputs are those of plain decoding, except for ties that rounding "
-        "decides",
+        "how many of the last tokens have to match; if only one is given, the default of the other gives way to it. "
+        "Outputs are those of plain decoding, except for ties that rounding decides",
         parse=json_value,
         metavar="JSON",
     )

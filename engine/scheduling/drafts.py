@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 from vattn.errors import ConfigError
 from vattn.integers import shown
 
-from ..checks import checked_whole
+from ..checks import checked_whole, whole
 from ..requests.request import Request
 
-# Each length up to it costs a dictionary with an entry per token.
+# Each length costs a dictionary with an entry per token.
 MOST_LOOKED_UP = 64
 
 
@@ -31,6 +31,7 @@ class SpeculativeConfig:
         num_speculative_tokens: maximum length of a draft.
         method: "ngram": a draft is what followed the latest earlier occurrence of the last tokens.
         prompt_lookup_max, prompt_lookup_min: how many of the last tokens have to match; longer matches are tried first.
+            If `from_options` gets only one, the default of the other gives way to it.
 
     Raises:
         ConfigError: a value out of its range.
@@ -46,20 +47,21 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative method {self.method!r} is not known; there is 'ngram'")
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             object.__setattr__(self, name, checked_whole(f"speculative {name}", getattr(self, name), 1))
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if (length := getattr(self, name)) > MOST_LOOKED_UP:
+                raise ConfigError(
+                    f"speculative {name} is {length}; every length that may match is looked up for every token: give "
+                    f"at most {MOST_LOOKED_UP}"
+                )
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ConfigError(
                 f"speculative prompt_lookup_max is {self.prompt_lookup_max}; give a whole number, at least "
                 f"prompt_lookup_min ({self.prompt_lookup_min})"
             )
-        if self.prompt_lookup_max > MOST_LOOKED_UP:
-            raise ConfigError(
-                f"speculative prompt_lookup_max is {self.prompt_lookup_max}; every length up to it is looked up for "
-                f"every token: give at most {MOST_LOOKED_UP}"
-            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
-        """From a mapping; raises a ConfigError for unknown keys."""
+        """From a mapping, where None is the default; raises a ConfigError for unknown keys."""
         if not isinstance(options, Mapping):
             raise ConfigError(
                 f"speculative_config is {shown(options)}; give a mapping, such as {{'method': 'ngram', ...}}"
@@ -69,9 +71,15 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config has no {sorted(map(str, unknown))}; it has {', '.join(sorted(known))}"
             )
-        if "num_speculative_tokens" not in options:
+        given = {name: value for name, value in options.items() if value is not None}
+        if "num_speculative_tokens" not in given:
             raise ConfigError("speculative_config needs num_speculative_tokens, the most tokens of a draft")
-        return cls(**options)
+        least, most = whole(given.get("prompt_lookup_min")), whole(given.get("prompt_lookup_max"))
+        if least is not None:
+            given.setdefault("prompt_lookup_max", max(least, cls.prompt_lookup_max))
+        if most is not None and most > 0:
+            given.setdefault("prompt_lookup_min", min(most, cls.prompt_lookup_min))
+        return cls(**given)
 
 
 @dataclass

@@ -200,14 +200,37 @@ def test_a_proposer_follows_a_request() -> None:
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
         ({"num_speculative_tokens": 2, "method": "eagle"}, "method 'eagle' is not known"),
-        ({"num_speculative_tokens": 2, "prompt_lookup_max": 1}, r"prompt_lookup_max is 1; .* \(2\)"),
+        ({"num_speculative_tokens": None}, "needs num_speculative_tokens"),
+        (
+            {"num_speculative_tokens": 2, "prompt_lookup_max": 1, "prompt_lookup_min": 2},
+            r"prompt_lookup_max is 1; .* \(2\)",
+        ),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 0}, "prompt_lookup_min is 0"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": -1}, "prompt_lookup_max is -1"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": "x"}, "prompt_lookup_max is 'x'"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": 65}, "prompt_lookup_max is 65; .* at most 64"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_min": 65}, "prompt_lookup_min is 65; .* at most 64"),
         ({"num_speculative_tokens": 2, "model": "x"}, r"has no \['model'\]"),
     ],
 )
 def test_bad_configs(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(make_model("llama"), speculative_config=config)
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"),
+    [
+        ({}, 2, 4),
+        ({"prompt_lookup_max": 1}, 1, 1),
+        ({"prompt_lookup_max": 3, "prompt_lookup_min": None}, 2, 3),
+        ({"prompt_lookup_min": 5}, 5, 5),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": None}, 1, 4),
+    ],
+)
+def test_one_length_of_both_is_enough(given: dict[str, Any], least: int, most: int) -> None:
+    config = SpeculativeConfig.from_options({"num_speculative_tokens": 2, **given})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (least, most)
 
 
 def test_static_scheduling_has_no_drafts() -> None:
