@@ -21,6 +21,7 @@ from vattn.integers import shown
 
 from .absent import absent
 from .beam_search import BeamSearchOutput, BeamSearchParams, make_beams
+from .checks import whole
 from .config import EngineConfig
 from .core import EngineCore
 from .exclusive import EngineBusy, exclusive
@@ -224,14 +225,20 @@ class LLM:
 
     @exclusive
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora_request: None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the most probable continuations of prompts.
 
         A prompt is computed once; a beam with several continuations is forked, and one without is freed.
 
         Args:
-            prompts, lora_request: as for `generate`.
+            prompts, lora_request, use_tqdm: as for `generate`.
+            concurrency_limit: most prompts at a time; None for as many as have slots for all of their beams.
 
         Returns:
             One output per prompt, in order. A failed one has no sequences, and an `error`.
@@ -246,6 +253,14 @@ class LLM:
         refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params is {shown(params)}; give BeamSearchParams")
+        most = self.core.scheduler.max_num_seqs // params.beam_width
+        if concurrency_limit is not None:
+            limit = whole(concurrency_limit)
+            if limit is None or limit < 1:
+                raise InvalidRequest(
+                    f"concurrency_limit is {shown(concurrency_limit)}; give a whole number, at least 1, or None"
+                )
+            most = min(most, limit)
         if self.core.config.scheduling != "continuous":
             raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
         groups = []
@@ -263,10 +278,13 @@ class LLM:
             )
         queue = list(reversed(groups))
         try:
-            while queue or self.core.has_unfinished():
-                while queue and (self.core.num_groups + 1) * params.beam_width <= self.core.scheduler.max_num_seqs:
-                    self.core.add_group(queue.pop())
-                self.core.step()
+            with Progress(len(groups), self.core.figures, use_tqdm) as progress:
+                while queue or self.core.has_unfinished():
+                    while queue and self.core.num_groups < most:
+                        self.core.add_group(queue.pop())
+                    before = self.core.num_groups
+                    self.core.step()
+                    progress.stepped(before - self.core.num_groups)
         except BaseException as error:
             self.core.abandon(error)
             raise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.support.backends import KVS, MAIN_GROWING_KVS, chosen
 from tests.support.effort import covering
@@ -216,6 +218,28 @@ def test_fewer_slots_than_all_want(kv: str) -> None:
     for output, found in zip(outputs, want, strict=True):
         same(output, *found)
     assert not any(record.num_preempted for record in records)
+
+
+def test_a_limit_of_prompts_at_a_time_and_a_progress_bar() -> None:
+    """As vLLM takes them, also by position."""
+    prompts = [PROMPT, SHORT, PROMPT[:7]]
+    params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+    want = [transformers_beams("llama", tuple(prompt), 2, 6) for prompt in prompts]
+    file = io.StringIO()
+    with make_llm("paged") as llm:
+        together: list[int] = []
+        llm.on_step = lambda record: together.append(llm.core.num_groups)
+        for limit, most in ((1, 1), (2, 2), (100, 3), (None, 3)):
+            together.clear()
+            outputs = llm.beam_search(prompts, params, None, functools.partial(tqdm, file=file), limit)
+            assert max(together) == most
+            for output, found in zip(outputs, want, strict=True):
+                same(output, *found)
+        for bad in (0, "1"):
+            with pytest.raises(InvalidRequest, match="concurrency_limit is "):
+                llm.beam_search(prompts, params, concurrency_limit=bad)  # type: ignore[arg-type]
+        idle(llm)
+    assert file.getvalue().count("3/3") >= 4
 
 
 def test_beams_that_cannot_be_forked_are_computed(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
