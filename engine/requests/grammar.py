@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,8 +30,8 @@ class Grammar:
     """What one output may go on with. The request that owns it tells it every token.
 
     Attributes:
-        allowed: `[vocab_size]`, whether each token may be next; end-of-sequence tokens where the output may end. Not to
-            be written to.
+        allowed: `[vocab_size]`, whether each token may be next; end-of-sequence and stop tokens where the output may
+            end. Not to be written to.
         complete: nothing can follow but the end.
     """
 
@@ -40,14 +40,24 @@ class Grammar:
         self._vocab_size = vocab_size
         self._ends = ends
         self._may_end = may_end
+        self._stops = np.empty(0, dtype=np.int64)
+        self._ending = False  # whether the output may end here
         self.allowed: npt.NDArray[np.bool_] = np.zeros(vocab_size, dtype=np.bool_)
         self.complete = False
         self._look()
 
-    def fork(self) -> Grammar:
-        """Another output's, from here on."""
+    def fork(self, stop_token_ids: Collection[int] = ()) -> Grammar:
+        """Another output's, from here on.
+
+        Args:
+            stop_token_ids: tokens that end it, too, also those that are no text.
+        """
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
+        if stop_token_ids:
+            other._stops = np.array(sorted(stop_token_ids), dtype=np.int64)
+            other.allowed = self.allowed.copy()
+            other.allowed[other._stops] |= self._ending
         return other
 
     def accept(self, token_id: int) -> None:
@@ -72,6 +82,8 @@ class Grammar:
             raise GrammarError(f"the output cannot go on under structured_outputs: {error}")
         if self._may_end:
             allowed[self._ends] = ends
+        self._ending = bool(ends.any())
+        allowed[self._stops] |= self._ending
         self.allowed = allowed
 
 

@@ -88,11 +88,12 @@ class GrammarCompiler:
         self._looking_up = threading.Lock()
         self._compiled: OrderedDict[tuple[str, bool], Grammar | str] = OrderedDict()  # or what is wrong with it
 
-    def compile(self, wanted: StructuredOutputs, *, ignore_eos: bool) -> Grammar:
+    def compile(self, wanted: StructuredOutputs, *, ignore_eos: bool, stop_token_ids: Collection[int] = ()) -> Grammar:
         """The state at the beginning of an output.
 
         Args:
-            ignore_eos: the output ends only where nothing else can follow.
+            ignore_eos: end-of-sequence tokens do not end it.
+            stop_token_ids: tokens that end it wherever its grammar lets it end.
 
         Raises:
             InvalidRequest: llguidance is missing, the tokenizer's tokens are not known as bytes, or what is wanted is
@@ -115,7 +116,7 @@ class GrammarCompiler:
                             self._compiled.popitem(last=False)
         if isinstance(found, str):
             raise _refused(f"structured_outputs cannot be used: {found}")
-        return found.fork()
+        return found.fork(stop_token_ids)
 
     def is_compiled(self, wanted: StructuredOutputs, *, ignore_eos: bool) -> bool:
         """Whether `compile` has its answer already, so that it waits for no other grammar."""

@@ -72,7 +72,7 @@ class Intake:
         grammar = None
         if sampling.structured_outputs is not None:
             wanted = StructuredOutputs.of(sampling.structured_outputs)
-            grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos)
+            grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos, stop_token_ids=asked)
         groups = []
         for request_id, prompt in prompts.items():
             read = self.prompts.read(prompt)

@@ -74,7 +74,8 @@ class SamplingParams:
             raises fails its request alone.
         structured_outputs: a JSON schema, regular expression, list of choices or grammar that the output has to follow;
             see `StructuredOutputs`, or a mapping with its fields. The output ends where nothing can follow, even before
-            `min_tokens`; until then it ends as any other, by an end-of-sequence token where the form is complete.
+            `min_tokens`; until then it ends as any other, by an end-of-sequence or stop token where the form is
+            complete.
         output_kind: what unfinished outputs hold; None for DELTA in an `AsyncEngine`, CUMULATIVE in `LLM.add_request`.
         extra_args: the caller's own; the engine does not read them.
 

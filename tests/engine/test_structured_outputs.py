@@ -140,6 +140,22 @@ def test_ignore_eos_goes_on_to_the_longest_output(llm: LLM) -> None:
     assert [len(text) for text in texts(llm.generate(PROMPTS, params, use_tqdm=False))] == [8] * 3
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_the_output_where_it_may_end(llm: LLM, ignore_eos: bool) -> None:
+    """A special token, which no form has; the model would always take it."""
+    [stop] = {*llm.get_tokenizer().all_special_ids} - {llm.get_tokenizer().eos_token_id}
+    params = SamplingParams(
+        n=2, seed=1, max_tokens=40, ignore_eos=ignore_eos, stop_token_ids=[stop], logit_bias={stop: 1000.0}
+    )
+    for form, least, longest in (("[a-z]+", 0, 1), ("[a-z]+", 5, 5), ("[a-z]{3}x[a-z]*", 0, 4)):
+        params = params.clone(structured_outputs={"regex": form}, min_tokens=least)
+        [output] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        for completion in output.outputs:
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+            assert max(least, 1) < len(completion.token_ids) <= longest + 1
+            assert re.fullmatch(form, completion.text)
+
+
 def test_a_stop_string_and_max_tokens_cut_off(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, stop=",", structured_outputs={"regex": "[a-z]{3},[0-9]{9}"})
     completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]

@@ -178,13 +178,41 @@ def test_with_ignore_eos_the_end_is_where_nothing_can_follow(compiler: GrammarCo
     assert grammar.complete
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_tokens_are_allowed_where_the_output_may_end(compiler: GrammarCompiler, ignore_eos: bool) -> None:
+    a, b, c = (TOKENIZER(letter)["input_ids"][0] for letter in "abc")
+    wanted = StructuredOutputs(regex="b?(ab?)*")
+    plain = compiler.compile(wanted, ignore_eos=ignore_eos)
+    grammar = compiler.compile(wanted, ignore_eos=ignore_eos, stop_token_ids=[PAD, b]).fork()
+    for token in (None, b, a, a, b):
+        if token is not None:
+            for state in (plain, grammar):
+                state.accept(token)
+        assert {*np.flatnonzero(grammar.allowed)} == {*np.flatnonzero(plain.allowed), PAD, b}
+        assert not grammar.complete
+    wanted = StructuredOutputs(regex="([ad]b)+c?")
+    grammar = compiler.compile(wanted, ignore_eos=ignore_eos, stop_token_ids=[PAD, b])
+    ends = set() if ignore_eos else {EOS}
+    for token, allowed in ((None, {a}), (a, {b}), (b, {a, c, PAD, b, *ends}), (a, {b})):
+        if token is not None:
+            grammar.accept(token)
+        assert allowed == {*np.flatnonzero(grammar.allowed)} & {a, b, c, EOS, PAD}
+    assert not compiler.compile(wanted, ignore_eos=ignore_eos).allowed[PAD], "the next request has no such token"
+
+
 def test_without_an_end_of_sequence_token_no_special_token_is_allowed() -> None:
+    """But stop tokens, also the one whose bit says where the output may end."""
     compiler = GrammarCompiler(TOKENIZER, PADDED, [])
     try:
         grammar = compiler.compile(StructuredOutputs(regex="ab*"), ignore_eos=False)
         grammar.accept(TOKENIZER("a")["input_ids"][0])
         assert not grammar.allowed[[EOS, PAD]].any()
         assert not grammar.complete
+        for stop, other in ((EOS, PAD), (PAD, EOS)):
+            grammar = compiler.compile(StructuredOutputs(regex="ab*"), ignore_eos=False, stop_token_ids=[stop])
+            assert not grammar.allowed[[EOS, PAD]].any()
+            grammar.accept(TOKENIZER("a")["input_ids"][0])
+            assert [grammar.allowed[stop], grammar.allowed[other]] == [True, False]
     finally:
         compiler.close()
 
