@@ -69,7 +69,8 @@ def show(pairs: dict[tuple[str, str], tuple[Record, Record]], tolerance: float) 
             print(f"  not compared: {error}")
             unknown += 1
             continue
-        print("\n".join(f"  {each}" for each in found) or "  no row is in both")
+        print("\n".join(f"  {each}" for each in found) or "  not compared: no row is in both")
+        unknown += not found
         worse += sum(each.worse_than(tolerance) for each in found)
     missing = f"; {unknown} of {len(pairs)} records could not be compared" if unknown else ""
     print(f"{worse} column{'s' * (worse != 1)} got worse by more than {100 * tolerance:g} %{missing}")

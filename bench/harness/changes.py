@@ -1,7 +1,8 @@
 """What changed between two records of one benchmark on one machine.
 
-Rows are paired by the columns that say what was run; each column that is measured gives one ratio per pair, and its
-median an interval. Whether more is worse follows from the unit at the end of the column's name.
+Rows are paired by the columns that say what was run; each column that is measured gives one ratio per pair. Rows with the
+same texts, such as the name of an engine, are one side, and judged together: their median, and its interval. Whether
+more is worse follows from the unit at the end of the column's name.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from bench.harness.records import Record
 _COSTS = re.compile(r"(?: (?:us|ms|s|MiB|GiB)|\bseconds(?: of .*)?|ms per step|B/token)$")
 _RATES = re.compile(r"(?:\w/s$|^sequences\b)")
 
+_WIDER = 3  # times the tolerance, where there are too few rows for an interval
+
 Change = Literal["worse", "better", "tie", "few"]
 _SAID: dict[str, Change] = {"ahead": "worse", "behind": "better", "tie": "tie", "few": "few"}
 
@@ -28,10 +31,12 @@ class Changed:
 
     Attributes:
         column: its name.
+        side: the texts of its rows; empty where all rows have the same.
         ratios: for each pair of rows how many times as much it costs in the second record: over 1 is worse.
     """
 
     column: str
+    side: str
     ratios: tuple[float, ...]
 
     @property
@@ -44,13 +49,16 @@ class Changed:
         return _SAID[verdict(self.ratios)]
 
     def worse_than(self, tolerance: float) -> bool:
-        """Whether it got worse by more than a share of `tolerance`."""
+        """Whether it got worse by more than a share of `tolerance`; of three times as much, if it is a few rows'."""
+        if self.change == "few":
+            return self.median > 1 + _WIDER * tolerance
         return self.change == "worse" and self.median > 1 + tolerance
 
     def __str__(self) -> str:
-        text = f"{self.column}: {self.median:.{DIGITS}f} times the cost"
+        name = f"{self.side}, {self.column}" if self.side else self.column
+        text = f"{name}: {self.median:.{DIGITS}f} times the cost"
         if self.change == "few":
-            return f"{text}, of {len(self.ratios)} row{'s' * (len(self.ratios) > 1)}: too few to judge"
+            return f"{text}, of {len(self.ratios)} row{'s' * (len(self.ratios) > 1)}: too few for an interval"
         low, high = interval(self.ratios)
         said = {"worse": "WORSE", "better": "better", "tie": "a tie"}[self.change]
         return f"{text} ({low:.{DIGITS}f} to {high:.{DIGITS}f}, {len(self.ratios)} rows): {said}"
@@ -76,11 +84,20 @@ def changes(before: Record, after: Record) -> list[Changed]:
         if before[flaw] != after[flaw] or (flaw == "contended" and after[flaw]):
             raise ValueError(f"a record of {before['name']!r} is from a {flaw} run")
     earlier, later = ({_case(row): row for row in record["figures"]} for record in (before, after))
+    pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for case, row in later.items():
+        if case in earlier:
+            pairs.setdefault(_side(row), []).append((earlier[case], row))
     return [
-        Changed(column, ratios)
+        Changed(column, side if len(pairs) > 1 else "", ratios)
         for column in after["figures"][0]
-        if (ratios := tuple(_ratios(column, [(earlier[case], later[case]) for case in later if case in earlier])))
+        for side, both in pairs.items()
+        if (ratios := tuple(_ratios(column, both)))
     ]
+
+
+def _side(row: dict[str, Any]) -> str:
+    return ", ".join(value for value in row.values() if isinstance(value, str))
 
 
 def _case(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -96,6 +113,6 @@ def _ratios(column: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> 
     if not _measures(column):
         return
     for before, after in pairs:
-        a, b = before.get(column), after[column]
+        a, b = before.get(column), after.get(column)
         if isinstance(a, int | float) and isinstance(b, int | float) and a and b:
             yield a / b if _RATES.search(column) else b / a

@@ -12,6 +12,7 @@ import pytest
 
 from bench import check
 from bench.__main__ import main
+from bench.compare import show
 from bench.harness import records
 from bench.harness.changes import changes
 from bench.harness.report import Report, hardware
@@ -77,7 +78,35 @@ def test_rows_are_paired_by_what_was_run() -> None:
     step = changes(before, after)[0]
     assert step.ratios == (1.0, 1.0)
     assert step.change == "few"
-    assert "of 2 rows: too few to judge" in str(step)
+    assert "of 2 rows: too few for an interval" in str(step)
+    assert not step.worse_than(0.05)
+    after["figures"][0]["step ms"] *= 1.5
+    after["figures"][1]["step ms"] *= 1.5
+    step = changes(before, after)[0]
+    assert step.worse_than(0.05)
+    assert not step.worse_than(0.2)
+
+
+def test_a_side_that_got_slower_is_not_hidden_by_others() -> None:
+    def record(virtual: float) -> dict[str, Any]:
+        rows = [
+            {"backend": backend, "requests": count, "output tokens/s": virtual if backend == "virtual" else 100.0}
+            for backend in ("static", "virtual", "dynamic", "paged")
+            for count in (8, 16, 32)
+        ]
+        return _record(figures=rows)
+
+    found = {each.side: each for each in changes(record(100.0), record(50.0))}
+    assert [side for side, each in found.items() if each.worse_than(0.05)] == ["virtual"]
+    assert str(found["virtual"]).startswith("virtual, output tokens/s: 2.00 times the cost")
+
+
+def test_records_without_a_row_in_common_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = _record(), _record()
+    for row in after["figures"]:
+        row["pages"] += 1
+    assert show({("here", "decode"): (before, after)}, 0.05) == 2
+    assert "not compared: no row is in both" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
