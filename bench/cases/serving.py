@@ -253,7 +253,8 @@ def _client(url: str, directory: Path, limit: int, count: int) -> Mapping[str, f
 def _offline(model: Path, directory: Path, count: int, max_num_seqs: int) -> Mapping[str, float]:
     """The engine alone."""
     file = directory / "offline.json"
-    options = [*_limits(max_num_seqs), "--num-warmups", str(max_num_seqs), "--output-json", str(file)]
+    options = [*_limits(max_num_seqs), "--num-warmups", str(max_num_seqs), "--temperature", "0"]
+    options += ["--output-json", str(file)]
     _call("bench", "throughput", "--model", str(model), *_requests(count, max_num_seqs), *options)
     return {_RATE: float(json.loads(file.read_text())["requests_per_second"]) * _OUTPUT}
 

@@ -1,8 +1,8 @@
 """What changed between two records of one benchmark on one machine.
 
-Rows are paired by the columns that say what was run; each column that is measured gives one ratio per pair. Rows with the
-same texts, such as the name of an engine, are one side, and judged together: their median, and its interval. Whether
-more is worse follows from the unit at the end of the column's name.
+Rows are paired by the columns that say what was run; each column that is measured gives one ratio per pair. Rows with
+the same texts, such as the name of an engine, are one side, and judged together: their median, and its interval.
+Whether more is worse follows from the unit at the end of the column's name.
 """
 
 from __future__ import annotations

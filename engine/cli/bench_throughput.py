@@ -12,6 +12,7 @@ from ..checks import checked_whole
 from .engine_flags import add_engine_flags, chosen_model, engine_options
 from .flags import Commands, Help
 from .load import add_offline_flags, add_sample_flags, make_samples, write_json
+from .sampling_flags import SAMPLING
 
 
 def add_to(commands: Commands) -> None:
@@ -21,6 +22,7 @@ def add_to(commands: Commands) -> None:
     )
     add_offline_flags(parser)
     parser.add_argument("--num-warmups", type=int, default=0, help="requests that run before, and are not counted")
+    parser.add_argument("--temperature", type=SAMPLING["temperature"].parse, default=1.0, help="0 is greedy")
     add_sample_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=_run)
@@ -45,7 +47,13 @@ def _run(args: argparse.Namespace) -> int:
             )
 
         def params(tokens: int) -> SamplingParams:
-            return SamplingParams(n=args.n, ignore_eos=True, max_tokens=tokens, detokenize=not args.disable_detokenize)
+            return SamplingParams(
+                n=args.n,
+                temperature=args.temperature,
+                ignore_eos=True,
+                max_tokens=tokens,
+                detokenize=not args.disable_detokenize,
+            )
 
         if args.num_warmups:
             others = make_samples(args, llm.tokenizer, args.num_warmups, seed=options.get("seed", 0) + 1)

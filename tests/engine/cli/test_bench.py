@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_openai import DONE, FakeOpenAI, delta, refusal, text, usage
+from vattn.engine import LLM, SamplingParams
 from vattn.engine.cli import main
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import VattnError
@@ -198,6 +199,24 @@ def test_latency(model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path:
     assert re.search(r"Processed prompts: .*input: [\d.]+ tokens/s, output: [\d.]+ tokens/s", printed.err)
     assert main(["bench", "latency", "--model", str(model_path), *argv, "--disable-tqdm"]) == 0
     assert "tokens/s" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [(), ("--temperature", "0")])
+def test_throughput_samples_as_vllm_does_or_as_asked(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    asked: list[SamplingParams] = []
+    generate = LLM.generate
+
+    def noting(self: LLM, prompts: Any, params: Any, **options: Any) -> Any:
+        asked.extend(params)
+        return generate(self, prompts, params, **options)
+
+    monkeypatch.setattr(LLM, "generate", noting)
+    sizes = ("--input-len", "6", "--output-len", "4", "--num-prompts", "2", "--num-warmups", "1")
+    assert main(["bench", "throughput", "--model", str(model_path), *sizes, *given]) == 0
+    assert {each.temperature for each in asked} == {0.0 if given else 1.0}
+    assert len(asked) == 3
 
 
 def test_throughput(model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
