@@ -184,8 +184,9 @@ def _least(what: str, column: str, rows: list[Row], bound: float) -> Goal:
 
 
 def compare(record: Record) -> list[Comparison]:
+    scattered = f"scattered blocks of {_BLOCK_SIZE} tokens"
     others = {
-        "paged over virtual": "Attention over scattered blocks takes {} times as long as over contiguous rows",
+        "paged over virtual": f"Attention over {scattered} takes {{}} times as long as over contiguous rows",
         "neighbours over virtual": "Over blocks that happen to be neighbours it takes {} times as long",
         "gathered over virtual": "Copying blocks together first takes {} times as long",
         "torch over virtual": "torch's kernel takes {} times as long over the same contiguous rows",

@@ -23,6 +23,7 @@ from bench.harness.models import qwen2
 from bench.harness.ratios import Comparison, columns, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import turns
 from vattn import KVConfig, packed
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.slots.table import most_ahead
@@ -82,7 +83,8 @@ def run(quick: bool) -> Report:
         loops = {key: DecodeLoop(model, kv, batch=batch, length=start, max_length=most) for key, kv in backends.items()}
         latencies: dict[tuple[int, str], list[tuple[int, float]]] = {key: [] for key in loops}
         for block in range(blocks + 1):
-            for (threads, mode), loop in loops.items():
+            for threads, mode in turns(loops, block - 1):
+                loop = loops[threads, mode]
                 torch.set_num_threads(threads)
                 for _ in range(block_tokens):
                     begin = time.perf_counter()
