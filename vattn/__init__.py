@@ -115,6 +115,14 @@ if not TYPE_CHECKING:  # with it, type checkers would take any name for one of t
             from importlib.metadata import version
 
             value = version("vattn")
+        elif name in ("_kernels", "_native"):  # `from vattn import _native` asks here first
+            try:
+                value = importlib.import_module(f"vattn.{name}")
+            except ModuleNotFoundError as error:
+                raise ImportError(
+                    f"{__path__[0]} has no compiled {name}: in a checkout, `pip install -e .` builds it; an installed "
+                    "vattn is found where Python is started elsewhere"
+                ) from error
         else:
             raise AttributeError(f"module 'vattn' has no attribute {name!r}")
         globals()[name] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -207,3 +208,16 @@ def test_public_names_are_imported_from_where_type_checkers_see_them():
         assert getattr(vattn, name).__name__.rpartition(".")[2] == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = vattn.nothing
+
+
+@pytest.mark.parametrize("module", ["_native", "_kernels"])
+def test_a_package_without_its_compiled_modules_says_how_to_get_them(tmp_path, module):
+    """The `vattn/` of a checkout, where Python is started in it and what is installed is not editable."""
+    (tmp_path / "vattn").mkdir()
+    for name in ("__init__.py", "errors.py"):
+        shutil.copy(Path(vattn.__file__).with_name(name), tmp_path / "vattn")
+    # Without `site`, since an editable install finds `vattn` before the current folder is looked at.
+    command = [sys.executable, "-E", "-S", "-c", f"from vattn import {module}"]
+    error = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr.splitlines()[-1]
+    assert error.startswith(f"ImportError: {tmp_path}/vattn has no compiled {module}: ")
+    assert "`pip install -e .`" in error
