@@ -50,6 +50,13 @@ def test_the_context_has_what_the_wheel_is_made_of() -> None:
     assert set(sources) <= sent
 
 
+def test_the_image_has_the_kernels_of_all_machines() -> None:
+    stage = DOCKERFILE.split("FROM ")[1]
+    before, wheel, _ = stage.partition("RUN pip wheel")
+    assert wheel
+    assert "\nENV VATTN_KERNELS=all\n" in before
+
+
 def unit(name: str) -> configparser.ConfigParser:
     found = configparser.ConfigParser(interpolation=None, strict=True, delimiters=("=",))
     found.optionxform = str  # type: ignore[assignment, method-assign]
