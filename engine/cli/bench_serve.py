@@ -9,10 +9,11 @@ import gc
 import math
 import resource
 import sys
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vattn.errors import ConfigError
 from vattn.integers import shown
@@ -27,8 +28,12 @@ from .sampling_flags import SAMPLING
 
 if TYPE_CHECKING:
     from ..loadgen.client import Target
+    from ..loadgen.samples import Sample
     from ..loadgen.summary import Timing
 
+_T = TypeVar("_T")
+
+_RETRY_SECONDS = 1.0
 # Fields of a request that are sent only where they are given: the server has its own defaults.
 _SENT = {name: option for name, option in SAMPLING.items() if name not in ("max_tokens", "min_tokens")}
 
@@ -45,6 +50,13 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--tokenizer", metavar="PATH", help="to make and count prompts; default: the model's")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the tokenizer")
     parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY of the environment")
+    parser.add_argument(
+        "--ready-check-timeout-sec",
+        type=int,
+        default=0,
+        metavar="SECONDS",
+        help="longest wait for a request to succeed before the measurement; 0: no such request",
+    )
     add_sample_flags(parser)
 
     traffic = parser.add_argument_group("traffic")
@@ -91,13 +103,17 @@ def _run(args: argparse.Namespace) -> int:
     metrics, percentiles = parse_metrics(args.percentile_metrics), parse_percentiles(args.metric_percentiles)
     goodput = parse_goodput(args.goodput or ())
     checked_whole("num_warmups", args.num_warmups, 0)
+    checked_whole("ready_check_timeout_sec", args.ready_check_timeout_sec, 0)
     if args.max_concurrency is not None:
         checked_whole("max_concurrency", args.max_concurrency, 1)
     arrivals = arrival_times(
         checked_whole("num_prompts", args.num_prompts, 1), args.request_rate, args.burstiness, args.seed
     )
-    target, tokenizer = _target(args)
+    deadline = time.monotonic() + args.ready_check_timeout_sec
+    target, tokenizer = _target(args, deadline)
     samples = make_samples(args, _load_tokenizer(tokenizer, args.trust_remote_code), args.num_prompts, args.seed)
+    if args.ready_check_timeout_sec:
+        _until(deadline, lambda: _send_one(target, samples[0]))
 
     timings, duration = _measure(args, target, samples, arrivals)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -130,9 +146,9 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if result["failed"] else 0
 
 
-def _target(args: argparse.Namespace) -> tuple[Target, str]:
-    """Where requests go, and the tokenizer that belongs there."""
-    from ..loadgen.client import ENDPOINTS, Target, list_models
+def _target(args: argparse.Namespace, deadline: float) -> tuple[Target, str]:
+    """Where requests go, and the tokenizer that belongs there; until `deadline` for a server to say so."""
+    from ..loadgen.client import ENDPOINTS, Target
 
     extra = args.extra_body or {}
     if not isinstance(extra, dict):
@@ -141,24 +157,60 @@ def _target(args: argparse.Namespace) -> tuple[Target, str]:
     base_url = args.base_url
     if base_url is None:
         base_url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
+    base_url = base_url.rstrip("/")
+    root = base_url.removesuffix("/v1")
+    endpoint = (args.endpoint or ENDPOINTS[args.backend]).lstrip("/")
     model, tokenizer = args.model, args.tokenizer
     if model is None or tokenizer is None:
-        listed = {each["id"]: each for each in asyncio.run(list_models(base_url, key))}
-        if not listed:
-            raise ConfigError(f"{base_url} lists no model; give one with --model")
+        listed = _until(deadline, lambda: _list_models(root, key))
         model = model or next(iter(listed))
         tokenizer = tokenizer or listed.get(model, {}).get("root") or model
     fields = {name: getattr(args, name) for name in _SENT if getattr(args, name) is not None}
     if args.ignore_eos:
         fields["ignore_eos"] = True
     target = Target(
-        url=base_url.rstrip("/") + "/" + (args.endpoint or ENDPOINTS[args.backend]).lstrip("/"),
+        url=f"{root if endpoint.startswith('v1/') else base_url}/{endpoint}",
         model=model,
         backend=args.backend,
         api_key=key,
         fields={**fields, **extra},
     )
     return target, tokenizer
+
+
+def _list_models(root: str, key: str | None) -> dict[str, dict[str, Any]]:
+    """What a server says of its models, by name."""
+    from ..loadgen.client import list_models
+
+    listed = {each["id"]: each for each in asyncio.run(list_models(root, key))}
+    if not listed:
+        raise ConfigError(f"{root} lists no model; give one with --model")
+    return listed
+
+
+def _send_one(target: Target, sample: Sample) -> None:
+    from ..loadgen.client import send_all
+
+    (timing,), _ = asyncio.run(send_all(target, [sample], [0.0]))
+    if timing.error is not None:
+        raise ConfigError(f"{target.url} does not answer a request: {timing.error}")
+
+
+def _until(deadline: float, attempt: Callable[[], _T]) -> _T:
+    """What `attempt` returns. If it raises a ConfigError, it is called again until `deadline`."""
+    said = ""
+    while True:
+        try:
+            return attempt()
+        except ConfigError as error:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+            what, _, _ = str(error).partition("; ")  # without what to do about it
+            if what != said:
+                print(f"vattn: waiting, since {what}", file=sys.stderr)
+                said = what
+            time.sleep(min(left, _RETRY_SECONDS))
 
 
 def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:

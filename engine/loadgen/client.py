@@ -85,7 +85,8 @@ async def list_models(base_url: str, api_key: str | None = None) -> list[dict[st
         raise ConfigError(f"{base_url!r} is no address of a server; give one such as http://localhost:8000") from error
     except (aiohttp.ClientError, OSError) as error:
         raise ConfigError(
-            f"no server answers at {base_url} ({error}); start one with `vattn serve`, or correct the address"
+            f"no server answers at {base_url} ({error}); start one with `vattn serve`, wait for one that starts with "
+            "--ready-check-timeout-sec, or correct the address"
         ) from error
     if status != 200:
         raise ConfigError(f"{url} answers {status}: {error_message(text)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -64,12 +65,12 @@ class FakeOpenAI:
         return app
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[str]:
-        """Serve in this event loop; gives the address."""
+    async def running(self, bound: socket.socket | None = None) -> AsyncIterator[str]:
+        """Serve in this event loop; gives the address, which is that of `bound` if there is one."""
         runner = web.AppRunner(self.app())
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, "127.0.0.1", 0) if bound is None else web.SockSite(runner, bound)
             await site.start()
             host, port = runner.addresses[0][:2]
             yield f"http://{host}:{port}"
@@ -77,13 +78,13 @@ class FakeOpenAI:
             await runner.cleanup()
 
     @contextlib.contextmanager
-    def in_thread(self) -> Iterator[str]:
-        """Serve from a thread of its own; gives the address."""
+    def in_thread(self, bound: socket.socket | None = None) -> Iterator[str]:
+        """As `running`, from a thread of its own."""
         loop, stop, started = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
         addresses: list[str] = []
 
         async def serve() -> None:
-            async with self.running() as address:
+            async with self.running(bound) as address:
                 addresses.append(address)
                 started.set()
                 await stop.wait()

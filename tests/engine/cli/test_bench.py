@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import resource
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,58 @@ def test_serve_by_host_and_port(model_path: Path) -> None:
     assert len(server.requests) == 2
 
 
+def test_serve_waits_for_a_server_that_starts(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([refusal(503, "loading; come back") for _ in range(2)])
+    server = FakeOpenAI(lambda body: next(answers, three_tokens(body)), root=str(model_path))
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))  # connections are refused until it listens
+    argv = ["--num-prompts", "2", "--input-len", "5", "--port", str(bound.getsockname()[1]), "--disable-tqdm"]
+    with contextlib.ExitStack() as running:
+
+        def listen(seconds: float) -> None:
+            monkeypatch.setattr("vattn.engine.cli.bench_serve.time.sleep", lambda seconds: None)
+            running.enter_context(server.in_thread(bound))
+
+        monkeypatch.setattr("vattn.engine.cli.bench_serve.time.sleep", listen)
+        assert main(["bench", "serve", *argv]) == 2
+        assert "wait for one that starts with --ready-check-timeout-sec" in capsys.readouterr().err
+        assert main(["bench", "serve", *argv, "--ready-check-timeout-sec", "600"]) == 0
+    assert len(server.requests) == 2 + 1 + 2, "refused, to see that it is ready, measured"
+    printed = capsys.readouterr()
+    assert printed.err.count("vattn: waiting, since no server answers at ") == 1
+    assert printed.err.count("does not answer a request: 503: loading") == 1
+    assert re.search(r"Successful requests: +2 ", printed.out)
+
+
+def test_serve_waits_no_longer_than_it_should(refuses: Callable[[list[str], str], None]) -> None:
+    argv = ["--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "1"]
+    began = time.monotonic()
+    refuses(["bench", "serve", *argv], "no server answers at http://127.0.0.1:1")
+    assert time.monotonic() - began >= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "endpoint", "asked"),
+    [
+        ("/v1", None, "/v1/completions"),
+        ("/v1/", "/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1", "completions", "/v1/completions"),
+        ("/", None, "/v1/completions"),
+    ],
+)
+def test_serve_takes_the_address_with_v1_and_without(
+    model_path: Path, path: str, endpoint: str | None, asked: str
+) -> None:
+    server = FakeOpenAI(three_tokens, root=str(model_path))
+    argv = ["--num-prompts", "1", "--input-len", "5", "--disable-tqdm"]
+    argv += [] if endpoint is None else ["--endpoint", endpoint]
+    with server.in_thread() as url:
+        assert main(["bench", "serve", *argv, "--base-url", url + path]) == 0
+    assert [path for path, _, _ in server.requests] == [asked]
+
+
 def test_serve_with_failures(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeOpenAI(lambda body: refusal(503, "the queue is full"))
     with server.in_thread() as url:
@@ -159,6 +214,7 @@ def test_serve_opens_more_files_than_a_shell_allows(model_path: Path) -> None:
         (["--num-prompts", "0"], "num_prompts is 0"),
         (["--extra-body", "[1]"], "--extra-body is [1]; give a JSON object"),
         (["--max-concurrency", "0"], "max_concurrency is 0"),
+        (["--ready-check-timeout-sec", "-1"], "ready_check_timeout_sec is -1"),
         (["--base-url", "http://127.0.0.1:1"], "start one with `vattn serve`"),
         (["--base-url", "http://127.0.0.1:1", "--port", "2"], "no server answers at http://127.0.0.1:1"),
         (["--host", "::1", "--port", "1"], "no server answers at http://[::1]:1"),
