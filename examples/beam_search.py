@@ -1,6 +1,8 @@
 """Beam search: what beams have in common is mapped in all of them, and is in memory once.
 
 python examples/beam_search.py
+
+Before transformers 5.24, `cache=` is `past_key_values=`.
 """
 
 from pathlib import Path

@@ -1,6 +1,8 @@
 """A conversation that keeps its cache: every turn computes its own tokens only.
 
 python examples/chat.py
+
+Before transformers 5.24, `cache=` is `past_key_values=`.
 """
 
 from pathlib import Path

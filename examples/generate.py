@@ -1,6 +1,8 @@
 """A batch of prompts of different lengths through transformers' generate(), with a cache that takes what they need.
 
 python examples/generate.py
+
+Before transformers 5.24, `cache=` is `past_key_values=`.
 """
 
 from pathlib import Path

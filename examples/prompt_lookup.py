@@ -3,6 +3,8 @@
 With a smaller model that has the same tokenizer, `assistant_model=...` does it in place of `prompt_lookup_num_tokens`.
 
     python examples/prompt_lookup.py
+
+Before transformers 5.24, `cache=` is `past_key_values=`.
 """
 
 from pathlib import Path

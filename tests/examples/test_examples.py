@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,34 @@ SHOWN = {
 }
 
 
+def run(name: str, argument: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """An example whose cache is given by this argument, which depends on the version of transformers."""
+    path = EXAMPLES / name
+    script = path.read_text().replace("cache=cache", f"{argument}=cache")
+    return scripts.run(f"__file__ = {str(path)!r}\n{script}", cwd=folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_example_runs(name: str, tmp_path: Path) -> None:
-    path = EXAMPLES / name
-    script = path.read_text().replace("cache=cache", f"{CACHE}=cache").replace('"cache": cache', f'"{CACHE}": cache')
-    done = scripts.run(f"__file__ = {str(path)!r}\n{script}", cwd=tmp_path)
+    done = run(name, CACHE, tmp_path)
     assert done.returncode == 0, done.stderr
     for text in SHOWN[name]:
         assert text in done.stdout
     assert " 0 KiB" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_stream_ends_with_the_error_of_its_thread(tmp_path: Path) -> None:
+    done = run("stream.py", "no_argument_of_the_model", tmp_path)
+    assert done.returncode == 1
+    assert "ValueError" in done.stderr.splitlines()[-1]
+    assert "no_argument_of_the_model" in done.stderr.splitlines()[-1]
+
+
+def test_every_example_says_how_older_versions_take_a_cache() -> None:
+    for name in SHOWN:
+        assert "past_key_values" in (EXAMPLES / name).read_text(), name
 
 
 def test_every_example_is_run() -> None:

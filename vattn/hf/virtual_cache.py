@@ -2,6 +2,8 @@
 
     model.generate(**inputs, cache=vattn.VirtualCache(model, max_context_len=131072))
 
+(`past_key_values=` before transformers 5.24.)
+
 New keys and values are written in place, and the model gets views of them: growing copies nothing, only address space
 is reserved, and memory is mapped for the tokens that are there. The shapes that a model stores are not read from its
 config but taken from the first update of each layer.
