@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.harness.extras import require_matplotlib
 from demo import picture, shows
 from demo.prompts import prompts as demo_prompts
 from demo.sides import SIDES, Side, generate_alone, run
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(HERE / "model"), help="path or hub id")
     parser.add_argument("--out", type=Path, default=HERE / "out" / "memory.png", help="the picture to write")
     args = parser.parse_args()
+    require_matplotlib("python -m demo.run")
     began = time.monotonic()
 
     # For transformers' own generate: a model this small gains nothing from a second thread, and threads that wait for

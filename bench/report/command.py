@@ -10,6 +10,7 @@ from pathlib import Path
 from bench import cases
 from bench.harness import records
 from bench.harness.discovery import find
+from bench.harness.extras import require_matplotlib
 from bench.report import page
 from bench.report.measuring import expected_seconds, measure
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.quick and args.records_only:
         parser.error("--quick says how to measure, and --records-only not to; give one")
+    require_matplotlib("python -m bench report")
     found = find(cases)
     try:
         committed = records.load(_ROOT / "bench" / "results", found)

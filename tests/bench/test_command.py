@@ -1,6 +1,7 @@
 """The command line: what it finds, runs and refuses."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_all_runs_every_case_in_a_process_and_says_which_failed(
     ran.clear()
     assert main(["step", "decode"]) == 0
     assert ran == [["step"], ["decode"]]
+
+
+def test_a_report_that_could_not_be_drawn_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("bench.report.command.measure", lambda **_: pytest.fail("it measures"))
+    with pytest.raises(SystemExit) as ended:
+        main(["report"])
+    assert ended.value.code == 2
+    assert "needs matplotlib: pip install -e './[bench]'" in capsys.readouterr().err
 
 
 def test_what_cannot_run_here_is_no_failure(

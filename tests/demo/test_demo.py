@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ def test_the_demo_agrees_with_transformers_and_draws_its_picture(
     assert not [each for each in shown if not re.search(each, printed)], printed
     assert "NOT" not in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_demo_that_could_not_be_drawn_computes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run"])
+    monkeypatch.setattr(run, "demo_prompts", lambda: pytest.fail("it computes"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2
+    assert "needs matplotlib: pip install -e './[bench]'" in capsys.readouterr().err
 
 
 def test_wrong_tokens_are_told() -> None:
