@@ -170,6 +170,8 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard 
 	@mkdir -p build
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 14) or sys.exit( \
 	  f"vattn needs Python 3.11 to 3.13, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12, say")'
+	@$(PYTHON) -c 'import os, sys, sysconfig; path = sysconfig.get_path("include"); os.path.exists(f"{path}/Python.h") or \
+	  sys.exit(f"vattn needs Python.h, which is not in {path}: apt install python3-dev, or dnf install python3-devel")'
 	$(BIN)/python -c 'import pip, tomllib' 2> /dev/null || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*p["dependencies"], *p["optional-dependencies"]["bench"], sep="\n")' > build/needs.txt
