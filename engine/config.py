@@ -56,6 +56,9 @@ def _num_threads(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
+_num_threads.__name__ = "'auto' or number"  # what argparse calls it in its errors
+
+
 @dataclass(frozen=True, eq=False)
 class EngineConfig:
     """The arguments of `LLM` as one checked value.

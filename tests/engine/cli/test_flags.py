@@ -84,6 +84,12 @@ def test_every_flag_is_documented() -> None:
             assert flag in ("-h", "--help") or f"`{flag}`" in page, f"{leaf.prog} {flag}"
 
 
+def test_a_number_of_threads_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--num-threads", "x")
+    assert "argument --num-threads: invalid 'auto' or number value: 'x'" in capsys.readouterr().err
+
+
 def test_help_is_printed_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for leaf in leaves(parser()):
         if leaf.add_help:
