@@ -74,6 +74,7 @@ class DecodeGraphs:
         self._sizes = [size for size in (1, 2, 4, 8, *range(16, max_batch_size, 16)) if size < max_batch_size]
         self._sizes.append(max_batch_size)
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Callable[[], None]]] = {}  # by size, longest length
+        self._stream: torch.cuda.Stream | None = None  # of all captures: blocks of their pool are a stream's
         self._pool: Any = None
         self._failed = False
 
@@ -145,12 +146,14 @@ class DecodeGraphs:
 
         The first run is outside the capture, since libraries initialise themselves in it.
         """
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            step()
+        if self._stream is None:
+            # torch's own for captures is of one device, whichever was current when the process first captured.
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(stream)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer context restores the stream, since a capture whose end fails leaves its own current.
@@ -158,7 +161,7 @@ class DecodeGraphs:
             with (
                 _no_collection(),
                 torch.cuda.stream(current),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 output = step()
         except BaseException:

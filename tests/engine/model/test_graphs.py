@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from vattn.engine import LLM, SamplingParams
 from vattn.engine.model.graphs import DecodeGraphs, Forward
 
 SIZES: list[int] = []
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -89,46 +91,79 @@ def test_a_model_that_cannot_be_captured_runs_without(
     ]
 
 
-class _Device:
-    """torch.cuda as a capture sees it, with streams that are names."""
+class _Streams:
+    """torch.cuda as captures see it: streams, and which of them each device and thread has as the current one.
+
+    Devices are CPUs with an index.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-        self.current = "default"
+        self.capturing: SimpleNamespace | None = None
         self.captures = 0
         self.end_fails = True
+        self._here = threading.local()
+        self._torchs_own: SimpleNamespace | None = None
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(DecodeGraphs, "_torch_broken", False)
         for name in ("stream", "graph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.named("side"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.named(self.current))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: _named("side", device))
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
 
-    def named(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, wait_stream=lambda other: None)
+    def current(self, device: torch.device = CPU) -> SimpleNamespace:
+        """The current stream of a device."""
+        found: SimpleNamespace | None = vars(self._here).get(str(device))
+        return found or _named("default", device)
 
     @contextlib.contextmanager
     def stream(self, stream: SimpleNamespace) -> Iterator[None]:
-        before, self.current = self.current, stream.name
+        """torch.cuda.stream, which also makes the stream's device the current one."""
+        before = dict(vars(self._here))
+        vars(self._here).update({str(stream.device): stream, "device": stream.device})
         try:
             yield
         finally:
-            self.current = before
+            vars(self._here).clear()
+            vars(self._here).update(before)
 
     @contextlib.contextmanager
-    def graph(self, graph: SimpleNamespace, *, pool: int | None, capture_error_mode: str) -> Iterator[None]:
+    def graph(
+        self,
+        graph: SimpleNamespace,
+        pool: int | None = None,
+        stream: SimpleNamespace | None = None,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
         """torch.cuda.graph, whose exit restores the stream only if the capture ends well."""
-        before, self.current = self.current, "capture"
+        if stream is None:
+            if self._torchs_own is None:
+                self._torchs_own = _named("torch's own", vars(self._here).get("device", CPU))
+            stream = self._torchs_own
+        if self.capturing is not None:
+            raise RuntimeError("the wait for the device invalidated another capture")
+        self.capturing = stream
         self.captures += 1
-        yield
+        entered = self.stream(stream)
+        entered.__enter__()
+        try:
+            yield
+        finally:
+            self.capturing = None
         if self.end_fails:
             raise RuntimeError("cudaErrorStreamCaptureInvalidated")
-        self.current = before
+        entered.__exit__(None, None, None)
 
 
-def make_graphs(forward: Forward = lambda batch, tokens, rows: rows[:, None]) -> DecodeGraphs:
-    kv = SimpleNamespace(stored=lambda layer: Contiguous(*[torch.zeros(2, 8, 1, 1)] * 2))
-    return DecodeGraphs(forward, kv, torch.device("cpu"), 1)  # type: ignore[arg-type]
+def _named(name: str, device: torch.device) -> SimpleNamespace:
+    return SimpleNamespace(name=name, device=device, wait_stream=lambda other: None)
+
+
+def make_graphs(
+    forward: Forward = lambda batch, tokens, rows: rows[:, None], device: torch.device = CPU, length: int = 8
+) -> DecodeGraphs:
+    kv = SimpleNamespace(stored=lambda layer: Contiguous(*[torch.zeros(1).expand(2, length, 1, 1)] * 2))
+    return DecodeGraphs(forward, kv, device, 1)  # type: ignore[arg-type]
 
 
 def test_a_graph_serves_lengths_up_to_a_power_of_two() -> None:
@@ -153,17 +188,17 @@ def test_after_a_capture_that_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, captures: int
 ) -> None:
     """Its stream is not current any more; others may capture if torch recovers."""
-    device = _Device(monkeypatch, version)
+    device = _Streams(monkeypatch, version)
     spans = [Span(0, 3, 4)]
     failed, other = make_graphs(), make_graphs()
     assert failed.run(spans, [7]) is None
-    assert device.current == "default"
+    assert device.current().name == "default"
     device.end_fails = False
     assert failed.run(spans, [7]) is None
     assert (other.run(spans, [7]) is not None) == (captures == 2)
     assert device.captures == captures
     assert ("torch 2.11.1+cu128 does not recover" in caplog.text) == (captures == 1)
-    assert device.current == "default"
+    assert device.current().name == "default"
 
 
 @pytest.mark.parametrize("end_fails", [False, True])
@@ -176,15 +211,15 @@ def test_no_garbage_is_collected_during_a_capture(
     class Dropped:
         pass
 
-    device = _Device(monkeypatch, "2.13.0")
+    device = _Streams(monkeypatch, "2.13.0")
     device.end_fails = end_fails
-    seen: list[tuple[str, bool, bool]] = []
+    seen: list[tuple[bool, bool, bool]] = []
     dropped = Dropped()
     dropped.cycle = dropped  # type: ignore[attr-defined]
     alive = weakref.ref(dropped)
 
     def forward(batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
-        seen.append((device.current, gc.isenabled(), alive() is not None))
+        seen.append((device.capturing is not None, gc.isenabled(), alive() is not None))
         return rows[:, None]
 
     graphs = make_graphs(forward)
@@ -197,7 +232,26 @@ def test_no_garbage_is_collected_during_a_capture(
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-    assert seen[-1] == ("capture", False, False)
+    assert seen[-1] == (True, False, False)
+
+
+def test_a_capture_is_on_the_engines_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels go to the current stream of their own device, and one stream is for all captures of an engine."""
+    streams = _Streams(monkeypatch, "2.13.0")
+    streams.end_fails = False
+    found: dict[torch.device, list[SimpleNamespace]] = {}
+    for device in (torch.device("cpu", 0), torch.device("cpu", 1)):
+
+        def forward(batch: PackedBatch, tokens: Tensor, rows: Tensor, device: torch.device = device) -> Tensor:
+            if streams.capturing is not None:
+                assert streams.current(device) is streams.capturing
+                found.setdefault(device, []).append(streams.capturing)
+            return rows[:, None]
+
+        graphs = make_graphs(forward, device, length=4096)
+        for length in (4, 2000):
+            assert graphs.run([Span(0, length - 1, length)], [7]) is not None
+    assert [len({id(stream) for stream in each}) for each in found.values()] == [1, 1]
 
 
 def test_none_on_the_cpu_and_none_for_kernels_that_cannot() -> None:
