@@ -17,6 +17,7 @@ import contextlib
 import gc
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,10 @@ from vattn.attention.base import KVSource
 logger = logging.getLogger(__name__)
 
 _SHORTEST = 1024  # tokens: below, how keys are divided matters little
+
+# Held by a thread that captures: torch allows one capture at a time in a process, and begins it with a wait for the
+# device, which would invalidate another thread's. Reentrant, since a model's first run may be a step of another engine.
+_capturing = threading.RLock()
 
 # Runs a decode step of the batch, token ids `[n]`, and the rows whose logits are wanted: all of them.
 Forward = Callable[[PackedBatch, Tensor, Tensor], Tensor]
@@ -129,12 +134,13 @@ class DecodeGraphs:
             return self._forward(batch, inputs[3], torch.arange(size, device=self._device))
 
         try:
-            if DecodeGraphs._torch_broken:
-                raise RuntimeError(
-                    f"an earlier capture in this process failed, from which torch {torch.__version__} does not recover "
-                    "(2.12 does)"
-                )
-            return (inputs, *self._capture(step))
+            with _capturing:
+                if DecodeGraphs._torch_broken:
+                    raise RuntimeError(
+                        f"an earlier capture in this process failed, from which torch {torch.__version__} does not "
+                        "recover (2.12 does)"
+                    )
+                return (inputs, *self._capture(step))
         except RuntimeError as error:
             # For example, the model reads values on the host, as the routing of some mixtures of experts does.
             logger.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", error)

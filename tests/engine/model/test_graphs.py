@@ -6,8 +6,10 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from torch import Tensor
 from tests.support import kernel_fakes
 from tests.support.backends import chosen
 from tests.support.tiny_models import make_model, make_prompts
+from tests.support.waiting import SECONDS
 from vattn import attention
 from vattn.attention import Contiguous, PackedBatch, Span
 from vattn.engine import LLM, SamplingParams
@@ -252,6 +255,34 @@ def test_a_capture_is_on_the_engines_own_device(monkeypatch: pytest.MonkeyPatch)
         for length in (4, 2000):
             assert graphs.run([Span(0, length - 1, length)], [7]) is not None
     assert [len({id(stream) for stream in each}) for each in found.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0"])
+def test_engines_of_two_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    streams = _Streams(monkeypatch, version)
+    streams.end_fails = False
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
+        if streams.capturing is not None:
+            begun.set()
+            assert go_on.wait(SECONDS)
+            assert not gc.isenabled()
+        return rows[:, None]
+
+    first, second = make_graphs(slow), make_graphs()
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(first.run, [Span(0, 3, 4)], [7])
+        assert begun.wait(SECONDS)
+        other = threads.submit(second.run, [Span(0, 3, 4)], [7])
+        time.sleep(0.1)
+        waits = not other.done()
+        go_on.set()
+        assert waits
+        assert one.result(SECONDS) is not None
+        assert other.result(SECONDS) is not None
+    assert streams.captures == 2
+    assert gc.isenabled()
 
 
 def test_none_on_the_cpu_and_none_for_kernels_that_cannot() -> None:
