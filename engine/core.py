@@ -385,6 +385,7 @@ class EngineCore:
                 for source in self.scheduler.sources:
                     source.stop()
         if not self.loaded.is_ours:
+            self.runner.weights_changed()
             self.loaded.pack_again()
         return not self.scheduler.running
 

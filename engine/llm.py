@@ -406,9 +406,9 @@ class LLM:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget what earlier requests have computed, so that later ones compute their prompts anew.
 
-        Of a model that was given as an object, the weights are packed again: call it after changing them, as
-        `load_state_dict` does or otherwise. Modules that have been replaced since, or got hooks or another `forward`,
-        are seen with `enforce_eager=True` only.
+        Of a model that was given as an object, the weights are packed again, and decode steps captured again: call it
+        after changing them, as `load_state_dict` does or otherwise. Modules that have been replaced since, or got hooks
+        or another `forward`, are seen with `enforce_eager=True` only.
 
         Args:
             reset_running_requests: preempt requests that run, which are then computed again from their first token.

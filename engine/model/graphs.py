@@ -109,6 +109,11 @@ class DecodeGraphs:
         replay()
         return logits[:count]
 
+    def drop(self) -> None:
+        """Forget the graphs, which have the addresses of weights: steps are captured anew."""
+        self._graphs.clear()
+        self._pool = None
+
     def _length_class(self, length: int) -> int:
         """The longest length that the graph for `length` serves."""
         return min(self._max_length, max(_SHORTEST, 1 << (length - 1).bit_length()))

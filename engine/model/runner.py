@@ -109,6 +109,11 @@ class ModelRunner:
         """Drop the graphs."""
         self.graphs = None
 
+    def weights_changed(self) -> None:
+        """Have the next steps compute with the weights that the model has now."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
     def rehearse(self, num_tokens: int) -> None:
         """Compute a step of so many tokens without the cache; a cheap function stands in for attention."""
         tokens = torch.arange(num_tokens, device=self.model.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import sys
 import threading
@@ -10,7 +11,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -31,14 +33,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A recorder that keeps the step and the place of its result, and knows nothing else: as a graph does."""
+    """A recorder that keeps the step, the place of its result and those of the weights, and knows nothing else: as a
+    graph does.
+    """
 
     def capture(self: DecodeGraphs, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         with torch.inference_mode(False):
             output = step().clone()
         SIZES.append(len(output))
+        places = weight_places(self)
 
         def replay() -> None:
+            assert weight_places(self) == places, "a graph reads where the weights were"
             with torch.inference_mode():
                 output.copy_(step())
 
@@ -52,6 +58,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "flash_attn", kernel_fakes.flash_attn_2())
     with kernel_fakes.torch_flash():
         yield
+
+
+def weight_places(graphs: DecodeGraphs) -> list[int]:
+    runner = cast(MethodType, graphs._forward).__self__
+    return [weight.data_ptr() for weight in (*runner.model.parameters(), *runner.model.buffers())]
 
 
 def generate(kv: str, kernel: str, *, enforce_eager: bool) -> list[list[int]]:
@@ -92,6 +103,29 @@ def test_a_model_that_cannot_be_captured_runs_without(
         "decode steps cannot be captured in a CUDA graph and run without one: operation not permitted when stream is "
         "capturing"
     ]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_weights_that_are_replaced_count_after_a_reset() -> None:
+    prompts, params = make_prompts([3, 9], seed=3), SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+    model, other = copy.deepcopy(make_model("llama")), copy.deepcopy(make_model("llama"))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.75)
+
+    def made(llm: LLM) -> list[tuple[list[int], float | None]]:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        return [(list(output.token_ids), output.cumulative_logprob) for output in outputs]
+
+    options = {"skip_tokenizer_init": True, "memory_budget": "64MiB", "attention": "torch_flash"}
+    with LLM(copy.deepcopy(other), **options) as llm:
+        expected = made(llm)
+    with LLM(model, **options) as llm:
+        assert made(llm) != expected
+        assert SIZES
+        model.load_state_dict(other.state_dict(), assign=True)
+        llm.reset_prefix_cache()
+        assert made(llm) == expected
 
 
 class _Streams:
