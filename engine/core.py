@@ -152,6 +152,9 @@ class EngineCore:
 
         Waits for a step in another thread, whose `generate` then raises `EngineClosed`. A call from `on_step` takes
         effect when the outermost call on this engine ends, right after this one.
+
+        Raises:
+            StreamCapturing, DriverError: the cache has its memory still; call `close` again.
         """
         self.gate.closing = True
         self._on_closing()
@@ -171,7 +174,11 @@ class EngineCore:
         self._outputs.clear()
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
-        self._opened.close()
+        try:
+            self._opened.close()
+        except BaseException:
+            self._opened.callback(self.kv.close)  # the next call tries it again
+            raise
         self._closed = True
 
     @property

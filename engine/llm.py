@@ -471,6 +471,11 @@ class LLM:
 
         A step in another thread is waited for; that thread's `generate` then raises `EngineClosed`. Called from
         `on_step`, it takes effect when the call that makes the steps ends, which it then does at once.
+
+        Raises:
+            StreamCapturing: a stream of the GPU is capturing a CUDA graph; the cache keeps its memory until `close` is
+                called again after the capture.
+            DriverError: a driver call failed; the cache keeps its memory.
         """
         self.core.close()
 

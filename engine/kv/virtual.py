@@ -187,8 +187,8 @@ class VirtualKV(ContiguousKV):
         self.cache.check()
 
     def close(self) -> None:
+        self.cache.close()  # first, since it may refuse
         super().close()
-        self.cache.close()
         if self._borrowed is not None:
             self._borrowed.close()
 

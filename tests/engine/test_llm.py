@@ -32,7 +32,7 @@ from vattn.engine import (
 )
 from vattn.engine.model import runner
 from vattn.engine.model.optimize import supported
-from vattn.errors import ConfigError, OutOfPages, VattnError
+from vattn.errors import CacheClosed, ConfigError, OutOfPages, StreamCapturing, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -488,6 +488,29 @@ def test_close(kv: str) -> None:
     for act in (llm.step, lambda: llm.add_request("b", [2], GREEDY), lambda: llm.generate([2, 3])):
         with pytest.raises(VattnError, match="closed"):
             act()
+
+
+def test_a_cache_that_refuses_to_close_is_closed_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while another thread captures a graph."""
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    llm = make_llm("virtual")
+    llm.generate([2, 3], GREEDY, use_tqdm=False)
+    cache = llm.core.kv.cache
+
+    def refuse() -> None:
+        raise StreamCapturing("close after the capture")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "close", refuse)
+        for _ in range(2):
+            with pytest.raises(StreamCapturing):
+                llm.close()
+    cache.check()
+    llm.close()
+    with pytest.raises(CacheClosed):
+        cache.step({})
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import vattn
 from stub_cuda import Stub
 from tests.support import one_layer, scripts
 from tests.support.one_layer import PAGE, TOKENS
+from vattn.engine.kv.virtual import VirtualKV
 
 make = partial(one_layer.make, overlap=False)
 
@@ -106,6 +107,24 @@ def test_closing_in_mid_capture_is_refused(stub: Stub) -> None:
     cache.close()
     with pytest.raises(vattn.CacheClosed):
         cache.step({})
+
+
+def test_a_backend_that_closing_is_refused_to(stub: Stub) -> None:
+    """It stays as it is, and gives everything back when it is closed after the capture."""
+    stream, captured = stub.stream(), stub.stream()
+    kv = VirtualKV(vattn.KVConfig(**one_layer.BASE, overlap=False))
+    kv.cache.step({kv.allocate(10): 10}, stream=stream)
+    before = stub.usage()
+    stub.capture(captured, True)
+    for _ in range(2):
+        with pytest.raises(vattn.StreamCapturing):
+            kv.close()
+    assert stub.usage() == before
+    assert kv.stored(0).key.shape[0] == 3
+    kv.check()
+    stub.capture(captured, False)
+    kv.close()
+    assert stub.usage().handles == 0
 
 
 def test_a_cache_without_pages_is_closed_in_mid_capture(stub: Stub) -> None:
