@@ -110,7 +110,7 @@ class EngineConfig:
     device: str | torch.device = option(
         "auto",
         "where a model is loaded to, and the cache is: `cpu`, `cuda`, `cuda:1`; `auto` is a GPU if torch can use one. "
-        "A loaded model stays where it is",
+        "A loaded model stays where it is, on one device",
         metavar="DEVICE",
     )
     dtype: str | torch.dtype = option(

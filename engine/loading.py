@@ -237,6 +237,12 @@ def _load_model(config: EngineConfig) -> PreTrainedModel:
     given = cast(PreTrainedModel, model)
     if isinstance(dtype, torch.dtype) and given.dtype != dtype:
         raise ConfigError(f"the loaded model is {given.dtype}, not dtype={dtype}; convert it first: model.to({dtype})")
+    devices = sorted({str(parameter.device) for parameter in given.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ConfigError(
+            f"the loaded model is on {' and '.join(devices)}, and an LLM computes on one device: load all of it onto "
+            'one, as with device_map={"": 0}, or choose a smaller or a quantised model'
+        )
     given.train(False)
     return given
 

@@ -147,6 +147,17 @@ def test_sinks_of_another_shape() -> None:
             llm.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("offloaded", ["model.layers.1", ""])
+def test_a_model_over_several_devices_is_refused(offloaded: str) -> None:
+    """As one that accelerate divided, whose offloaded weights are on "meta"."""
+    model = _model("qwen2")
+    model.get_submodule(offloaded).to("meta")
+    where = "on cpu and meta" if offloaded else "on meta"
+    with pytest.raises(ConfigError, match=f"the loaded model is {where}, .* one device: load all of it onto one"):
+        LLM(model)
+    assert model.config._attn_implementation != "vattn"
+
+
 @pytest.mark.parametrize(("family", "changed"), [("qwen2", "proj"), ("deepseek-v3", "kv_b_proj")])
 def test_weights_that_become_others(family: str, changed: str) -> None:
     """Nothing is packed then, latents' projections neither: the engine goes on with what it had."""
