@@ -219,13 +219,18 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the device's context current on this thread, and restores the thread's own, which torch relies on."""
-        before = call(self._cuda.cuCtxGetCurrent)
-        call(self._cuda.cuCtxSetCurrent, self._context)
+        """Makes the device's context current on this thread, and restores the thread's own, which torch relies on.
+        Calls may be made although a stream captures.
+        """
+        cuda = self._cuda
+        relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before, mode = call(cuda.cuCtxGetCurrent), call(cuda.cuThreadExchangeStreamCaptureMode, relaxed)
         try:
+            call(cuda.cuCtxSetCurrent, self._context)
             yield
         finally:
-            call(self._cuda.cuCtxSetCurrent, before)
+            call(cuda.cuCtxSetCurrent, before)
+            call(cuda.cuThreadExchangeStreamCaptureMode, mode)
 
 
 def find(device: torch.device) -> CudaDevice:

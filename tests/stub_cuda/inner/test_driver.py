@@ -438,6 +438,17 @@ def test_exhausted_memory_names_the_device(stub: Stub, call: str) -> None:
         cache.step({reqid: 20_000})
 
 
+def test_exhausted_memory_while_a_stream_captures(stub: Stub) -> None:
+    captured = stub.stream()
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False)) as cache:
+        reqid = cache.alloc_reqid()
+        stub.memory(8 * 2**20)
+        stub.capture(captured, True)
+        with pytest.raises(vattn.OutOfPages, match=r"8\.0 MiB available"):
+            cache.step({reqid: 20_000}, stream=stub.stream())
+        assert stub.capture(captured, False) == 0
+
+
 def test_latencies_of_the_paper_are_hidden_by_overlap(stub: Stub) -> None:
     """The stub's calls take as long as the paper measured: a step that crosses into a mapped block waits for none."""
     stub.latencies(PAPER)
