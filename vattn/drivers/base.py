@@ -47,6 +47,12 @@ class Device(ABC):
             ProcessLimit: there is no file descriptor left to look.
         """
 
+    def empty_cache(self) -> int:
+        """Has torch's allocator give back memory of the device that it keeps unused, and waits for kernels where that
+        takes it; returns the bytes. Not while a stream of the device captures a CUDA graph.
+        """
+        return 0
+
     def describe_memory(self) -> str:
         """`available_memory` as text."""
         return f"{format_bytes(self.available_memory())} available"

@@ -108,6 +108,17 @@ class CudaDevice(Device):
             free, _ = call(self._cuda.cuMemGetInfo)
         return int(free)
 
+    def empty_cache(self) -> int:
+        before = unused_by_torch(self.torch_device)
+        if before:
+            empty_cache()
+        return max(0, before - unused_by_torch(self.torch_device))
+
+    def describe_memory(self) -> str:
+        unused = unused_by_torch(self.torch_device)
+        kept = f" (and {format_bytes(unused)} that torch's allocator keeps: torch.cuda.empty_cache())" if unused else ""
+        return super().describe_memory() + kept
+
     def mapping_limit(self) -> int | None:
         return None
 
@@ -332,6 +343,20 @@ def current_device() -> int:
 def current_stream(device: torch.device) -> int:
     """The handle of torch's current stream on a device."""
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def unused_by_torch(device: torch.device) -> int:
+    """Bytes of the device's memory that torch's allocator keeps although no tensor has them; 0 if it does not say."""
+    try:
+        return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    except RuntimeError:  # an allocator of the user's
+        return 0
+
+
+def empty_cache() -> None:
+    """Has torch's allocator give back what it keeps unused, on all devices, unless torch captures a graph on one."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def use_stream(device: torch.device, handle: int) -> contextlib.AbstractContextManager[None]:

@@ -733,6 +733,7 @@ class Storage:
             )
         else:
             pool = shared_pool(budget, shape.device, page_size, config.guard)
+        pool._core.takes_unused = True  # as a cache that torch allocates has it
         self._pool, self._owns_pool, self._settings = pool, owns, settings
         return layouts[0] if len(layouts) == 1 else None
 

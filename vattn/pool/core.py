@@ -65,6 +65,9 @@ class Core(Calls):
         driver, native, mapper: those of its worker.
         total_pages: the budget, in pages.
         kept_pages: free pages that stay in memory when a tenant leaves; None: all.
+        takes_unused: before a call fails because the device lacks memory, what torch's allocator keeps unused is given
+            back for it. Not for callers that preempt requests instead: pages stay in the pool, and torch's next
+            allocation would fail.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -72,6 +75,7 @@ class Core(Calls):
         self.driver, self.native, self.mapper = worker.driver, worker.native, worker.mapper
         self.total_pages: int = worker.native.counts().budget
         self.kept_pages: int | None = None
+        self.takes_unused = False
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self._left: list[Plan] = []  # what dropped caches left behind
         self._unowned = False  # the cache whose own pool this is was dropped
@@ -183,21 +187,31 @@ class Core(Calls):
         return max(0, missing)
 
     def execute_reclaiming(self, plan: Plan) -> int:
-        """`execute`, which reclaims what no request uses if the budget has the pages, but the machine lacks memory or
-        mappings for new ones: pages that exist yield both, and what other pools have in stock is memory.
+        """`execute`, which finds memory or mappings if the budget has the pages, but the machine lacks these for new
+        ones: in torch's cache, where that may be, then in what no request uses.
         """
-        try:
-            return self.execute(plan)
-        except OutOfPages as error:
-            if error.__cause__ is None:
-                raise
-            spare = sum([tenant.parked_pages for tenant in self._tenants]) + self.cached_pages
-            if not spare + leftovers.unstock():
-                raise
-            if spare:
-                self.execute(lambda change: self.reclaim(change, spare, wait=True))
-                self.commit()
-            return self.execute(plan)
+        sources = iter((self._take_unused, self._take_spare))
+        while True:
+            try:
+                return self.execute(plan)
+            except OutOfPages as error:
+                if error.__cause__ is None or not any(take() for take in sources):
+                    raise
+
+    def _take_unused(self) -> int:
+        """Has torch give memory back; returns the bytes."""
+        return self.driver.device.empty_cache() if self.takes_unused and not any_capturing(self.driver) else 0
+
+    def _take_spare(self) -> int:
+        """Reclaims what no request uses, since pages that exist yield memory and mappings, and gives back what other
+        pools have in stock; returns the pages.
+        """
+        spare = sum([tenant.parked_pages for tenant in self._tenants]) + self.cached_pages
+        found = spare + leftovers.unstock()
+        if spare:
+            self.execute(lambda change: self.reclaim(change, spare, wait=True))
+            self.commit()
+        return found
 
     def release_free(self) -> int:
         """Gives the memory of free pages and of the stock back to the machine; returns its bytes."""

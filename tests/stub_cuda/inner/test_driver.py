@@ -449,6 +449,59 @@ def test_exhausted_memory_while_a_stream_captures(stub: Stub) -> None:
         assert stub.capture(captured, False) == 0
 
 
+@pytest.fixture
+def unused(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that torch's allocator keeps of the device's memory, which is 1 GiB."""
+    kept: list[int] = []
+
+    def give_back() -> None:
+        kept.clear()
+        stub.memory(2**30)
+
+    monkeypatch.setattr(cuda, "unused_by_torch", lambda device: sum(kept))
+    monkeypatch.setattr(cuda, "empty_cache", give_back)
+    kept.append(2**30 - 8 * 2**20)
+    stub.memory(8 * 2**20)
+    return kept
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_memory_that_torch_keeps_unused(stub: Stub, unused: list[int], takes: bool) -> None:
+    """It is taken for pages if the pool's owner wants that, before cached blocks are, and otherwise named."""
+    pool = vattn.PagePool("48MiB", device="cuda")
+    pool._core.takes_unused = takes
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False), pool=pool) as cache:
+        reqid, other = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({other: 1})
+        cache.free_reqid(other)  # which leaves parked pages
+        cache.check()
+        if takes:
+            cache.step({reqid: 20_000})
+            assert not unused
+            assert cache.stats().parked_pages
+        else:
+            with pytest.raises(vattn.OutOfPages, match=r"\(and 1016.0 MiB that torch's allocator keeps: torch"):
+                cache.step({reqid: 20_000})
+            assert unused
+        cache.check()
+    pool.close()
+
+
+def test_memory_that_torch_keeps_unused_stays_there_while_a_stream_captures(stub: Stub, unused: list[int]) -> None:
+    pool, captured = vattn.PagePool("48MiB", device="cuda"), stub.stream()
+    pool._core.takes_unused = True
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False), pool=pool) as cache:
+        reqid = cache.alloc_reqid()
+        stub.capture(captured, True)
+        with pytest.raises(vattn.OutOfPages):
+            cache.step({reqid: 20_000}, stream=stub.stream())
+        assert unused
+        assert stub.capture(captured, False) == 0
+        cache.step({reqid: 20_000})
+        assert not unused
+    pool.close()
+
+
 def test_latencies_of_the_paper_are_hidden_by_overlap(stub: Stub) -> None:
     """The stub's calls take as long as the paper measured: a step that crosses into a mapped block waits for none."""
     stub.latencies(PAPER)

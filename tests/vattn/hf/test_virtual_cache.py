@@ -22,11 +22,14 @@ import vattn
 from bench.harness.models import CACHE
 from tests.support import target
 from tests.support.effort import covering
+from tests.support.faults import FaultyTable
 from tests.support.paths import ROOT
 from tests.support.tiny_models import make_model, make_prompts
 from vattn import cpu
+from vattn.drivers.host import HostDevice
 from vattn.hf import storage
 from vattn.hf.batch_rows import BatchRows
+from vattn.pool import shared
 from vattn.pool.fences import sync_refusal
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
@@ -292,6 +295,33 @@ def test_out_of_pages_in_the_first_forward_pass_leaves_an_empty_cache() -> None:
                 served(ids, **{CACHE: cache})
             assert cache.get_seq_length() == 0
             cache.check()
+
+
+@pytest.mark.parametrize("budget", ["auto", "64MiB"])
+def test_memory_that_torch_keeps_unused_is_taken(monkeypatch: pytest.MonkeyPatch, budget: str) -> None:
+    """As a DynamicCache takes it. On the host, which has none, a driver pretends."""
+    table, emptied = FaultyTable(), []
+
+    def empty_cache(device: HostDevice) -> int:
+        emptied.append(device)
+        table.heal()
+        return 1
+
+    monkeypatch.setattr(shared, "_pools", {})
+    monkeypatch.setattr(HostDevice, "table", lambda device: table.addresses)
+    monkeypatch.setattr(HostDevice, "empty_cache", empty_cache)
+    with vattn.VirtualCache(LlamaConfig(num_hidden_layers=2), max_context_len=2000, memory_budget=budget) as cache:
+        _update(cache, 1)
+        table.fail_always("cuMemCreate", code=2)
+        _update(cache, 1500)
+        assert len(emptied) == 1
+        table.fail_always("cuMemCreate", code=2)
+        monkeypatch.setattr(HostDevice, "empty_cache", lambda device: 0)
+        with pytest.raises(vattn.OutOfPages, match="the machine has no memory"):
+            cache.batch_repeat_interleave(9)
+        table.heal()
+    for pool in shared._pools.values():
+        pool.close()
 
 
 def _kept_in_the_way(cache: vattn.VirtualCache) -> None:
