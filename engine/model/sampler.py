@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -73,7 +74,7 @@ class Sampler:
         if len(batch.drawn):
             tokens[batch.drawn] = self._draw(batch, logits, tokens)
         batch.append(tokens)
-        if finite:
+        if finite:  # on CUDA this waits for the step: what draws is launched before
             return cast(list[int | None], tokens.tolist())
         largest = logits.max(dim=1).values
         usable = largest.isfinite()
@@ -102,16 +103,16 @@ class Sampler:
         scaled = weights[:, :vocab_size].copy_(logits)
         # The largest logit becomes 0 first: a tiny temperature must not overflow the others.
         scaled.sub_(logits.gather(1, likeliest[:, None]).float()).div_(batch.temperatures).exp_()
-        filter_weights(scaled, batch.min_p, batch.top_k, batch.top_p)
-        return draw(weights, torch.from_numpy(uniform(batch.seeds, batch.num_tokens)).to(logits.device))
+        filter_weights(scaled, batch.min_p, batch.limits)
+        return draw(weights, _sent(uniform(batch.seeds, batch.num_tokens), logits.device))
 
 
-def _likeliest(logits: Tensor) -> tuple[Tensor, bool]:
+def _likeliest(logits: Tensor) -> tuple[Tensor, bool | Tensor]:
     """The token of each row with the largest logit, or NaN where there is one, and whether all these are finite."""
     if logits.device.type == "cpu" and logits.dtype in cpu.FLOATS and logits.stride(1) == 1 and cpu.unusable() is None:
         return cpu.largest(logits)
     largest, tokens = logits.max(dim=1)
-    return tokens, bool(largest.isfinite().all())
+    return tokens, largest.isfinite().all()
 
 
 class _Scratch:
@@ -139,8 +140,8 @@ class Batch:
 
     Attributes:
         drafted: it has rows of drafts, so it cannot be used for the next step.
-        drawn: `[D]`, the rows that are not greedy. Of these rows are `temperatures` `[D, 1]`, the filters (see
-            `filter_weights`), `seeds` and `num_tokens`, the output tokens so far.
+        drawn: `[D]`, the rows that are not greedy. Of these rows are `temperatures` `[D, 1]`, the filters `min_p` and
+            `limits` (see `filter_weights`), `seeds` and `num_tokens`, the output tokens so far.
     """
 
     def __init__(self, rows: Sequence[Row], device: torch.device, previous: Batch | None) -> None:
@@ -152,9 +153,9 @@ class Batch:
         drawn = [row for row, param in enumerate(params) if not param.greedy]
         self.drawn = torch.tensor(drawn, dtype=torch.int64, device=device)
         self.temperatures = _column([max(params[row].temperature, _TINY) for row in drawn], device)
-        self.min_p = _filter([params[row].min_p for row in drawn], 0, torch.float32, device)
-        self.top_k = _filter([max(params[row].top_k, 0) for row in drawn], 0, torch.int64, device)
-        self.top_p = _filter([params[row].top_p for row in drawn], 1, torch.float32, device)
+        min_p = [params[row].min_p for row in drawn]
+        self.min_p = _column(min_p, device) if any(min_p) else None
+        self.limits = Limits.of([params[row].top_k for row in drawn], [params[row].top_p for row in drawn], device)
         self.seeds = np.array([requests[row].seed % 2**64 for row in drawn], dtype=np.uint64)
         self.num_tokens = np.array(
             [len(requests[row].output_token_ids) + rows[row].ahead for row in drawn], dtype=np.uint64
@@ -355,7 +356,42 @@ class _History:
         self._longest += 1
 
 
-def filter_weights(weights: Tensor, min_p: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """top_k and top_p of the rows that have one of them. What steps decide by is on the host, so they need not wait.
+
+    Attributes:
+        rows: `[R]`, which these are; None for all.
+        top_k: `[R, 1]`, 0 for a row without; None if no row has it.
+        top_p: `[R, 1]`, 1 for a row without.
+        most: the largest top_k.
+        all_top_k: every one of the rows has a top_k.
+    """
+
+    rows: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor
+    most: int
+    all_top_k: bool
+
+    @classmethod
+    def of(cls, top_k: Sequence[int], top_p: Sequence[float], device: torch.device) -> Limits | None:
+        """Those of rows with these; 0 or less, and 1, in a row without. None if there are none."""
+        ks, ps = np.maximum(np.array(top_k, np.int64), 0), np.array(top_p, np.float32)
+        rows = np.flatnonzero((ks > 0) | (ps < 1))
+        if not len(rows):
+            return None
+        ks, ps = ks[rows], ps[rows]
+        return cls(
+            None if len(rows) == len(top_k) else torch.from_numpy(rows).to(device),
+            torch.from_numpy(ks)[:, None].to(device) if ks.any() else None,
+            torch.from_numpy(ps)[:, None].to(device),
+            int(ks.max()),
+            bool(ks.all()),
+        )
+
+
+def filter_weights(weights: Tensor, min_p: Tensor | None, limits: Limits | None) -> None:
     """Set the weights of tokens that the filters exclude to 0, in place.
 
     min_p comes first, then top_k, then top_p over what is left. Tokens as probable as the last one that is kept are
@@ -363,20 +399,17 @@ def filter_weights(weights: Tensor, min_p: Tensor | None, top_k: Tensor | None, 
 
     Args:
         weights: `[D, vocab_size]`, not negative, proportional to the probabilities, the largest of each row 1.
-        min_p, top_k, top_p: `[D, 1]`, or None where no row uses it; 0, 0 and 1 for a row that does not.
+        min_p: `[D, 1]`, 0 for a row that does not use it; None where no row does.
+        limits: None where no row has any.
     """
     if min_p is not None:
         _drop_below(weights, min_p)
-    if top_k is None and top_p is None:
+    if limits is None:
         return
-    unused = torch.zeros(len(weights), 1, dtype=torch.int64, device=weights.device)
-    top_k = unused if top_k is None else top_k
-    top_p = unused + 1.0 if top_p is None else top_p
-    rows = ((top_k > 0) | (top_p < 1)).flatten().nonzero().flatten()
-    few = weights if len(rows) == len(weights) else weights[rows]
-    _drop_below(few, _least_kept(few, top_k[rows], top_p[rows], _HEAD))
-    if few is not weights:
-        weights[rows] = few
+    few = weights if limits.rows is None else weights[limits.rows]
+    _drop_below(few, _least_kept(few, limits))
+    if limits.rows is not None:
+        weights[limits.rows] = few
 
 
 def _drop_below(weights: Tensor, least: Tensor) -> None:
@@ -388,26 +421,34 @@ def _drop_below(weights: Tensor, least: Tensor) -> None:
         weights.masked_fill_(weights < least, 0)
 
 
-def _least_kept(weights: Tensor, top_k: Tensor, top_p: Tensor, head: int) -> Tensor:
-    """The smallest weight `[R, 1]` that top_k and top_p keep in each row, looking at the `head` largest first."""
+def _least_kept(weights: Tensor, limits: Limits) -> Tensor:
+    """The smallest weight `[R, 1]` that top_k and top_p keep in each row."""
     vocab_size = weights.shape[1]
-    head = min(vocab_size, max(head, int(top_k.max())))
+    head = min(vocab_size, max(_HEAD, limits.most))
+    least, missing = _least_of(weights, limits.top_k, limits.top_p, head)
+    if head < vocab_size and not limits.all_top_k:
+        longer = missing.nonzero().flatten()  # on CUDA this waits; whole rows would take longer to sort
+        if len(longer):
+            least[longer], _ = _least_of(weights[longer], None, limits.top_p[longer], vocab_size)
+    return least
+
+
+def _least_of(weights: Tensor, top_k: Tensor | None, top_p: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """`_least_kept` by the `head` largest of each row, and in which rows, `[R]`, these have less than the share."""
     largest = _largest(weights, head)
     mass = total = weights.sum(dim=1, keepdim=True)
-    if head < vocab_size or top_k.any():
+    if top_k is not None:
         # Of a row with top_k its largest are all there is; they stand at the end.
         beyond = torch.where(top_k > 0, largest.shape[1] - top_k, 0)
         largest.masked_fill_(torch.arange(largest.shape[1], device=weights.device) < beyond, 0)
+    if top_k is not None or head < weights.shape[1]:
         mass = largest.sum(dim=1, keepdim=True)
+    if top_k is not None:
         total = torch.where(top_k > 0, mass, total)
     # From below, what may be left out ends where the rest still has its share.
     fraction = 1 - top_p * total / mass
     least = largest.gather(1, draw(largest, fraction.clamp(min=0).double().flatten())[:, None])
-    if head < vocab_size:
-        longer = (fraction < 0).flatten().nonzero().flatten()
-        if len(longer):
-            least[longer] = _least_kept(weights[longer], top_k[longer], top_p[longer], vocab_size)
-    return least
+    return least, (fraction < 0).flatten()
 
 
 def _largest(weights: Tensor, count: int) -> Tensor:
@@ -479,10 +520,11 @@ def _together(biased: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[tuple[Tenso
     return (at, torch.cat(ids)), torch.cat(biases)
 
 
+def _sent(values: npt.NDArray[np.float64], device: torch.device) -> Tensor:
+    """On the device, without waiting for what it computes."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-
-def _filter(values: Sequence[float], off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """`[len(values), 1]`, or None where all of them are `off`."""
-    return None if all(value == off for value in values) else torch.tensor(values, dtype=dtype, device=device)[:, None]

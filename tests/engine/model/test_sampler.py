@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from vattn.engine import SamplingParams
+from vattn.engine.model import sampler
 from vattn.engine.model.forward import Row
 from vattn.engine.model.sampler import Batch, Sampler, draw, filter_weights, uniform
 from vattn.engine.requests.bad_words import BadWords
@@ -67,6 +68,7 @@ def test_greedy_takes_the_largest() -> None:
         assert sample(rows, [make(temperature=0) for _ in rows]) == rows.argmax(-1).tolist()
 
 
+GREEDY: dict[str, Any] = {"temperature": 0}
 FILTERS: list[tuple[dict[str, Any], list[Any]]] = [
     ({"top_k": 1}, [hf.TopKLogitsWarper(1)]),
     ({"top_k": 7}, [hf.TopKLogitsWarper(7)]),
@@ -101,13 +103,33 @@ def test_filters_as_in_transformers(vocab_size: int, temperature: float) -> None
     logits = random_logits(len(FILTERS), vocab_size)
     batch = batch_of([make(temperature=temperature, **params) for params, _ in FILTERS])
     weights = ((logits - logits.amax(1, keepdim=True)) / temperature).exp()
-    filter_weights(weights, batch.min_p, batch.top_k, batch.top_p)
+    filter_weights(weights, batch.min_p, batch.limits)
     for row, (params, warpers) in enumerate(FILTERS):
         want = expected_probabilities(logits[row : row + 1], temperature, warpers)[0]
         got = weights[row] / weights[row].sum()
         # transformers sums up in float32, so a share may end one token later or earlier there.
         assert want[(got > 0) != (want > 0)].sum() < 1e-5, params
         assert torch.allclose(got, want, rtol=1e-4, atol=1e-5), params
+
+
+def test_a_share_that_rounds_to_everything() -> None:
+    logits = random_logits(2, 5000)
+    assert sample(logits, [make(top_p=1 - 1e-9)] * 2) == sample(logits, [make()] * 2)
+
+
+@pytest.mark.parametrize("params", [[{}], [{"top_k": 7}], [{"top_k": 7, "top_p": 0.5, "min_p": 0.1}, {}], [{}, GREEDY]])
+def test_tokens_are_drawn_before_the_host_waits(monkeypatch: pytest.MonkeyPatch, params: list[dict[str, Any]]) -> None:
+    """The device "meta" computes all that is launched there, and refuses to give values."""
+    drawn: list[Tensor] = []
+
+    def spy(weights: Tensor, uniforms: Tensor) -> Tensor:
+        drawn.append(draw(weights, uniforms))
+        return drawn[-1]
+
+    monkeypatch.setattr(sampler, "draw", spy)
+    with pytest.raises(RuntimeError, match="cannot be called on meta tensors"):
+        sample(torch.empty(len(params), 5000, device="meta"), [make(**each) for each in params])
+    assert drawn[-1].shape == (len([each for each in params if each is not GREEDY]),)
 
 
 def test_repetition_penalty_as_in_transformers() -> None:
