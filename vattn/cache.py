@@ -463,7 +463,8 @@ class KVCache(PoolMember):
 
         On CUDA, pages are unmapped only after all kernels launched before the next call of `step` have finished,
         because the kernels of the current step may not have been launched yet; the worker waits for them. If no step
-        follows, `step({})` declares that all kernels have been launched.
+        follows, `step({})` declares that all kernels have been launched. The next request in the slot gets its pages
+        without a wait: if its kernels run on another stream, have that wait for this one.
 
         Args:
             stream: the stream of those kernels, as torch's stream or as a handle, which must stay valid until the next

@@ -3,7 +3,7 @@
 Kernels run asynchronously, so when a request ends on the caller's side, its last kernels may still read its pages.
 `free_reqid` records an event on the stream of those kernels; the worker waits for the event before it unmaps pages of
 that slot. A request that reuses the slot and its parked pages does not wait: its kernels follow the old ones in stream
-order.
+order, which callers that use several streams see to.
 
 A step is prepared before its kernels are launched. If a request ends in between, an event recorded then does not cover
 the kernels that are still to be launched. So a freed slot is *open* until the next step begins: by then the kernels of
