@@ -73,7 +73,8 @@ class EngineConfig:
     model: str | os.PathLike[str] | PreTrainedModel | None = option(
         None,
         "path, hub id, or a loaded causal language model; by default the small one that ships with vattn. A loaded one "
-        "is put in eval mode, and its attention implementation is `vattn` until `close`",
+        "is put in eval mode, and its attention implementation is `vattn`, until `close`; requests fail while it is in "
+        "training mode",
         flag="",
     )
     _: KW_ONLY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,7 +102,7 @@ class LoadedModel:
         packed.register()
         try:
             self._undo.append(partial(_leave, self.model, user := object()))
-            _attend_by_vattn(self.model, user)
+            _enter(self.model, user)
             _pack_again(self.model)  # another engine may have packed weights that were changed since
             self.shape = packed.kv_shape(self.model)
             if not config.enforce_eager:
@@ -146,14 +146,23 @@ class LoadedModel:
         _undo_all(self._undo)
 
 
-def _attend_by_vattn(model: PreTrainedModel, user: object) -> None:
+def _enter(model: PreTrainedModel, user: object) -> None:
+    """Put the model in eval mode, with vattn's attention."""
     with _changing:
         changes = _changes.setdefault(model, _Changes())
         changes.users.add(user)
+        if training := [module for module in model.modules() if module.training]:
+            changes.undo.append(partial(_train, training))
+            model.train(False)
         previous = model.config._attn_implementation
         if previous != packed.NAME:
             changes.undo.append(partial(model.set_attn_implementation, previous))
             model.set_attn_implementation(packed.NAME)
+
+
+def _train(modules: Iterable[torch.nn.Module]) -> None:
+    for module in modules:
+        module.training = True  # without those in it, which may have been in eval mode
 
 
 def _pack_again(model: PreTrainedModel) -> None:
@@ -220,7 +229,7 @@ def _loading(what: str, path: str, overrides: Mapping[str, Any] | None = None) -
 
 
 def _load_model(config: EngineConfig) -> PreTrainedModel:
-    """The model in eval mode: read from a path, or the given object, whose type is then not changed."""
+    """The model: read from a path, in eval mode, or the given object as it is."""
     model, dtype = config.model, config.dtype
     if isinstance(model, str):
         with _loading("model", model, config.hf_overrides):
@@ -243,7 +252,6 @@ def _load_model(config: EngineConfig) -> PreTrainedModel:
             f"the loaded model is on {' and '.join(devices)}, and an LLM computes on one device: load all of it onto "
             'one, as with device_map={"": 0}, or choose a smaller or a quantised model'
         )
-    given.train(False)
     return given
 
 

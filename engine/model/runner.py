@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
+from vattn.errors import ConfigError
 from vattn.packed import LatentAttention, handing_on, run_packed
 
 from ..kv.base import KVBackend
@@ -121,7 +122,16 @@ class ModelRunner:
         run_packed(self.model, Recorder(), tokens % embedding.num_embeddings, torch.zeros_like(tokens), tokens[-8:])
 
     def run(self, entries: Sequence[Entry]) -> Forward:
-        """Compute the entries' tokens, which the backend is prepared for."""
+        """Compute the entries' tokens, which the backend is prepared for.
+
+        Raises:
+            ConfigError: the model is in training mode.
+        """
+        if self.model.training:
+            raise ConfigError(
+                f"{type(self.model).__name__} is in training mode, whose dropout would also be in what is cached; call "
+                "model.eval() first"
+            )
         # Everything below is in the batch's order: spans of one token first.
         ordered = sorted(entries, key=lambda entry: entry.end - entry.start > 1)
         spans = []

@@ -277,3 +277,34 @@ def test_an_engine_that_is_dropped_leaves_the_model_to_the_other() -> None:
         gc.collect()
         assert _generate(llm) == expected
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_modes_of_the_modules_come_back() -> None:
+    """Those of before the engines; a `train()` of the caller in between stays."""
+    model = _model("llama").train()
+    model.lm_head.eval()
+    before = [module.training for module in model.modules()]
+    with LLM(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == before
+    model.eval()
+    with LLM(model):
+        model.train()
+        with LLM(model):
+            assert not model.training
+    assert all(module.training for module in model.modules())
+
+
+def test_a_step_in_training_mode_is_refused() -> None:
+    """It would have dropout, in what is cached, too."""
+    model = _model("opt")
+    with LLM(model) as llm:
+        expected = _generate(llm)
+        model.train()
+        llm.reset_prefix_cache()
+        for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False):
+            assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+            with pytest.raises(ConfigError, match=r"in training mode, .* call model\.eval\(\) first"):
+                raise output.error or AssertionError
+        model.eval()
+        assert _generate(llm) == expected
