@@ -96,8 +96,8 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of model and tokenizer, for a hub id")
     hf_overrides: Mapping[str, Any] | None = option(
         None,
-        "fields of the model's config to read it with, by name, nested ones as nested mappings: "
-        '`{"max_position_embeddings": 8192}`',
+        'fields of the model\'s config to read it with, by name: `{"max_position_embeddings": 8192}`. Nested ones are '
+        'given as nested mappings, and stay where they are not: `{"rope_parameters": {"rope_theta": 1e6}}`',
         parse=json_value,
         metavar="JSON",
     )

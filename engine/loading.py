@@ -266,13 +266,36 @@ def _overrides(config: EngineConfig, path: str) -> dict[str, Any]:
 
 def _override(config: Any, changes: Mapping[str, Any], prefix: str) -> None:
     for key, value in changes.items():
+        if key == "rope_scaling":  # its old name
+            key = "rope_parameters"
         if not hasattr(config, key):
             raise ConfigError(f"hf_overrides has {prefix + key!r}, which is no field of the model's config")
         part = getattr(config, key)
         if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
             _override(part, value, f"{prefix}{key}.")
+        elif isinstance(value, Mapping) and isinstance(part, Mapping):
+            setattr(config, key, _merged(part, value, f"{prefix}{key}."))
         else:
             setattr(config, key, value)
+    if changes.keys() & {"rope_parameters", "rope_scaling"}:
+        config.standardize_rope_params()
+        config.validate_rope()
+
+
+def _merged(part: Mapping[str, Any], changes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """`part` with `changes`. Those of rotary embeddings by layer type are changed by layer type, others are not."""
+    by_layer_type = any(isinstance(each, Mapping) for each in part.values())
+    merged = dict(part)
+    for key, value in changes.items():
+        if key == "type" and "rope_type" in part:  # its old name
+            key = "rope_type"
+        if part and key not in part and (by_layer_type or isinstance(value, Mapping)):
+            raise ConfigError(f"hf_overrides has {prefix + key!r}, which is no field of the model's config")
+        before = part.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = _merged(before, value, f"{prefix}{key}.")
+        merged[key] = value
+    return merged
 
 
 # Fields of generation configs that set defaults, as in vLLM, to those of `SamplingParams`.

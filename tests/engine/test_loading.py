@@ -98,6 +98,43 @@ def test_fields_of_a_nested_config_can_be_overridden(tmp_path: Path) -> None:
         LLM(path, hf_overrides={"text_config": {"windows": 77}}, **OPTIONS)
 
 
+def _overridden(config: transformers.PreTrainedConfig, path: Path, overrides: dict[str, Any]) -> Any:
+    config.save_pretrained(path)
+    return _overrides(EngineConfig(model=str(path), hf_overrides=overrides), str(path))["config"]
+
+
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_parameters_of_rotary_embeddings_that_are_not_overridden_stay(tmp_path: Path, field: str, name: str) -> None:
+    """As `rope_theta` and `partial_rotary_factor`, which are fields of their own in many checkpoints."""
+    overridden = _overridden(transformers.GlmConfig(), tmp_path, {field: {name: "linear", "factor": 2.0}})
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert overridden.rope_parameters == {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, **linear}
+
+
+def test_rotary_embeddings_of_each_layer_type_can_be_overridden(tmp_path: Path) -> None:
+    config = transformers.Gemma3TextConfig()
+    full = {"rope_type": "linear", "factor": 8.0}
+    overridden = _overridden(config, tmp_path, {"rope_parameters": {"full_attention": full}})
+    before = config.rope_parameters
+    assert overridden.rope_parameters == {**before, "full_attention": {**before["full_attention"], **full}}
+    with pytest.raises(ConfigError, match=r"hf_overrides has 'rope_parameters\.rope_type', which is no field"):
+        _overridden(config, tmp_path, {"rope_parameters": full})
+    with pytest.raises(ConfigError, match=r"hf_overrides has 'rope_parameters\.full_attention', which is no field"):
+        _overridden(transformers.Qwen3Config(), tmp_path, {"rope_parameters": {"full_attention": full}})
+
+
+def test_a_longer_context_by_an_override() -> None:
+    """YaRN: its limit is what the config says, as transformers and vLLM read it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    with LLM(MODEL, hf_overrides={"rope_parameters": yarn, "max_position_embeddings": 8192}, **OPTIONS) as llm:
+        assert llm.core.loaded.max_model_len == 8192
+        assert llm.model.model.rotary_emb.rope_type == "yarn"
+        llm.generate("The river", SamplingParams(max_tokens=2), use_tqdm=False)
+    with pytest.raises(ConfigError, match=r"cannot be loaded with hf_overrides=.*Missing required keys.*'factor'"):
+        LLM(MODEL, hf_overrides={"rope_parameters": {"rope_type": "yarn"}}, **OPTIONS)
+
+
 def test_a_module_that_is_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="give a path, a hub id, or a loaded causal language model"):
         LLM(torch.nn.Linear(2, 2), **OPTIONS)  # type: ignore[arg-type]
