@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from vattn import cpu, packed
 from vattn.attention import AttentionParams
 from vattn.packed import current_step
+from vattn.packed.calls import untouched
 
-from .calls import untouched
 from .linears import Packed, PackedMLP
 
 

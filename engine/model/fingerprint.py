@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 import vattn
 from vattn.errors import ConfigError
+from vattn.packed.calls import is_put
 from vattn.store.blockfile import FORMAT, KEY_BYTES
-
-from . import optimize
 
 # Bytes of weights that are copied to the host and hashed at a time.
 _PIECE = 1 << 26
@@ -79,7 +78,7 @@ def check_hashable(model: PreTrainedModel) -> None:
         which = f"{name or 'the model'} ({type(module).__name__})"
         if _may_change(module._forward_hooks, module._forward_pre_hooks):
             refuse(which, "a hook")
-        if "forward" in vars(module) and not optimize.is_put(module):
+        if "forward" in vars(module) and not is_put(module):
             refuse(which, "a forward of its own")
 
 

@@ -17,9 +17,9 @@ from vattn import cpu
 from vattn.attention import Attention, Blocks, Contiguous, PackedBatch
 from vattn.attention.native import Native
 from vattn.packed import PackedStep
+from vattn.packed.calls import only_forward
 
 from ..kv.base import KVBackend
-from .calls import only_forward
 from .decoder_layer import DecoderLayer, InSteps
 
 

@@ -20,9 +20,7 @@ differ by rounding, since sums of several tensors are rounded once.
 
 from __future__ import annotations
 
-import copy
 import ctypes
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +39,8 @@ from vattn.attention import AttentionParams
 from vattn.attention.interface import running
 from vattn.errors import ConfigError
 from vattn.packed import NAME, PackedStep, current_step, max_context, run_packed, wanted_rows
+from vattn.packed.calls import only_forward, put, take_back, untouched
 
-from .calls import only_forward, untouched
 from .decoder_layer import DecoderLayer, InSteps, Recorder, RotaryTable, norm_weight, projection, residual
 from .linears import Packed, PackedMLP, PackedTogether
 from .native_layers import run_layers
@@ -181,11 +179,11 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
 
     def restore() -> None:
         for module, forward in faster.items():
-            _take_back(module, forward)
+            take_back(module, forward)
 
     try:
         for module, forward in faster.items():
-            _put(module, forward)
+            put(module, forward)
         decoder = cast(Any, model).get_decoder()
         makers: dict[nn.Module, Callable[..., Callable[..., Any] | None]] = {decoder: _decoder, model: _model}
         for module, make in makers.items():
@@ -197,9 +195,9 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
                 break
             expected = _example(model)
             faster[module] = in_steps  # first, for `restore`
-            _put(module, in_steps)
+            put(module, in_steps)
             if not _computes(model, expected):
-                _take_back(module, in_steps)
+                take_back(module, in_steps)
                 del faster[module]
                 break
     except BaseException:
@@ -262,33 +260,6 @@ def _in_steps(module: nn.Module, faster: Callable[..., Any]) -> Callable[..., An
     return forward
 
 
-def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives a module another forward. A deep copy of it has its own again, which computes with the copy's weights."""
-    module.forward = forward
-    if not hasattr(type(module), "__deepcopy__"):
-        vars(module)["__deepcopy__"] = functools.partial(_copy, module, forward)
-
-
-def is_put(module: nn.Module) -> bool:
-    """Whether `optimize` has given the module the forward that it has."""
-    copies = vars(module).get("__deepcopy__")
-    return isinstance(copies, functools.partial) and copies.func is _copy and copies.args[1] is module.forward
-
-
-def _take_back(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Undoes `_put`, if nobody has given the module yet another forward."""
-    if vars(module).get("forward") is forward:
-        del module.forward
-    vars(module).pop("__deepcopy__", None)
-
-
-def _copy(module: nn.Module, forward: Callable[..., Any], memo: dict[int, Any]) -> nn.Module:
-    memo[id(module)] = copied = module.__new__(type(module))
-    own = {name: value for name, value in vars(module).items() if name != "__deepcopy__" and value is not forward}
-    vars(copied).update(copy.deepcopy(own, memo))
-    return copied
-
-
 def _gated_mlp(module: nn.Module) -> PackedMLP | None:
     """A faster `module`, where it is a gated MLP with SiLU.
 
@@ -296,7 +267,7 @@ def _gated_mlp(module: nn.Module) -> PackedMLP | None:
     rows, too, since some clamp what is large.
     """
     linears = _linears(module, _MLP)
-    if not linears or any(linear.bias is not None for linear in linears) or not untouched(module):
+    if not linears or any(linear.bias is not None for linear in linears) or not all(map(untouched, module.modules())):
         return None
     mlp = PackedMLP(*linears)
     rows = _noise(4, linears[0].in_features).bfloat16()

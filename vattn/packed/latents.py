@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from vattn.attention import Attention, AttentionParams, Blocks, Contiguous, KVSource, PackedBatch, Span
 from vattn.cpu import copied
 from vattn.errors import ConfigError
+from vattn.packed.calls import is_put, only_forward
 from vattn.packed.shape import KVShape, LayerShape
 
 _handing: ContextVar[Mapping[nn.Module, LatentAttention]] = ContextVar("_handing", default=MappingProxyType({}))
@@ -111,10 +112,14 @@ class LatentAttention:
     @classmethod
     def of(cls, module: nn.Module, shape: LayerShape) -> LatentAttention | None:
         """For the `module` of a layer with this shape; None if its keys and values are not a plain projection of a
-        latent.
+        latent, or somebody has changed how they are computed, or looks on.
         """
         projection = getattr(module, "kv_b_proj", None)
         if type(projection) is not nn.Linear or projection.bias is not None or not hasattr(module, "expand_kv"):
+            return None
+        if not only_forward(projection) or not isinstance(vars(module).get("expand_kv"), _ExpandKV | None):
+            return None
+        if any("forward" in vars(each) and not is_put(each) for each in (projection, module)):
             return None
         sizes = [getattr(module, name, None) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")]
         if not all(isinstance(size, int) for size in sizes):

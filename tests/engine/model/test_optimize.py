@@ -556,7 +556,11 @@ def test_a_norm_that_subtracts_a_mean() -> None:
 
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "forward", "hook of all modules"])
 @pytest.mark.parametrize(
-    "name", ["lm_head", "model", "model.norm", "layers.1", "mlp", "self_attn", "q_proj", "down_proj", "input_layernorm"]
+    "name",
+    [
+        *("lm_head", "model", "model.norm", "layers.1", "mlp", "mlp.act_fn", "self_attn", "q_proj", "down_proj"),
+        "input_layernorm",
+    ],
 )
 def test_modules_that_somebody_changed_before(name: str, how: str) -> None:
     """What hooks and other forwards do is still done, and they are still there afterwards."""

@@ -169,3 +169,30 @@ def test_modules_that_expand_otherwise_are_left_alone(model: Any) -> None:
     attention[0].__class__ = Twice
     attention[1].kv_b_proj.__class__ = Adapted
     assert sorted(find_latents(model, shape)) == [2]
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward", "forward of attention", "expand_kv"])
+def test_modules_that_somebody_changed_before(model: Any, how: str) -> None:
+    """What steps would no longer call, or would replace."""
+    shape = kv_shape(model)
+    attention = model.model.layers[1].self_attn
+    changed = attention.kv_b_proj if how in ("hook", "pre-hook", "forward") else attention
+    if how == "hook":
+        changed.register_forward_hook(lambda *_: None)
+    elif how == "pre-hook":
+        changed.register_forward_pre_hook(lambda *_: None)
+    elif how == "expand_kv":
+        changed.expand_kv = changed.expand_kv
+    else:
+        changed.forward = changed.forward
+    assert sorted(find_latents(model, shape)) == [0, 2]
+    with LLM(model, max_num_seqs=2) as llm:
+        [output] = llm.generate(make_prompts([20]), SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+        assert output.error is None
+        assert sorted(llm.core.loaded.latents) == [0, 2]
+
+
+def test_packed_projections_are_as_they_were(model: Any) -> None:
+    """For another engine over the model."""
+    with LLM(model.bfloat16(), max_num_seqs=2), LLM(model, max_num_seqs=2) as second:
+        assert sorted(second.core.loaded.latents) == list(range(LAYERS))
