@@ -117,6 +117,8 @@ class LatentAttention:
         projection = getattr(module, "kv_b_proj", None)
         if type(projection) is not nn.Linear or projection.bias is not None or not hasattr(module, "expand_kv"):
             return None
+        if type(projection.weight.data) is not Tensor:  # quantised
+            return None
         if not only_forward(projection) or not isinstance(vars(module).get("expand_kv"), _ExpandKV | None):
             return None
         if any("forward" in vars(each) and not is_put(each) for each in (projection, module)):

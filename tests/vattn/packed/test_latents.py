@@ -192,6 +192,43 @@ def test_modules_that_somebody_changed_before(model: Any, how: str) -> None:
         assert sorted(llm.core.loaded.latents) == [0, 2]
 
 
+class _Quantised(Tensor):
+    """A weight as torchao has them: a layer of the usual type computes with it, and few other functions take it."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _Quantised:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            rows, weight, bias = args
+            return func(rows, weight.inner, bias)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(f"{func} of a quantised weight")
+
+
+def test_quantised_projections_are_left_alone(model: Any, request: pytest.FixtureRequest) -> None:
+    family = request.node.callspec.params["model"]
+    prompt = make_prompts([20])[0]
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        projection.weight = nn.Parameter(_Quantised(projection.weight.detach()), requires_grad=False)
+    with LLM(model, max_num_seqs=2) as llm:
+        assert not llm.core.loaded.latents
+        [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    assert output.outputs[0].token_ids == expected(family, prompt, 6)
+
+
 def test_packed_projections_are_as_they_were(model: Any) -> None:
     """For another engine over the model."""
     with LLM(model.bfloat16(), max_num_seqs=2), LLM(model, max_num_seqs=2) as second:
