@@ -139,6 +139,7 @@ class EngineCore:
                 self.kv,
                 loaded.attention,
                 latents=loaded.latents,
+                shared=loaded.shape.shared,
                 graphs_up_to=None if config.enforce_eager else config.max_num_seqs,
             )
             opened.callback(self.runner.close)

@@ -32,6 +32,7 @@ class _Step:
     """What transformers' attention function calls: store the new keys and values, then attend.
 
     Attributes:
+        shared: of layers that attend to the keys and values of an earlier one, that one.
         watched: a layer; None for none.
         finite: whether a token's keys and values in that layer are finite, `[T]` bool; None until it has run.
     """
@@ -41,27 +42,32 @@ class _Step:
     batch: PackedBatch
     latents: Mapping[int, LatentAttention]
     caches: CacheLayers
+    shared: Mapping[int, int]
     watched: int | None = None
     finite: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        self._store(layer, key, value)
+        layer = self._store(layer, key, value)
         return self._attend(layer, query, self.batch, params)
 
     def attend_rows(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rows: Tensor
     ) -> Tensor:
-        self._store(layer, key, value)
+        layer = self._store(layer, key, value)
         if len(rows) > _MOST_ROWS * len(self.batch.spans):
             return self._attend(layer, query, self.batch, params)[rows]
         if not len(rows):
             return value.new_empty(0, query.shape[1], value.shape[2])
         return self._attend(layer, query[rows], self.batch.singles(rows), params)
 
-    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> int:
+        """The layer whose keys and values these are; stores them, if they are its own."""
+        if layer in self.shared:
+            return self.shared[layer]
         if layer == self.watched:
             self.finite = _are_finite(key) & _are_finite(value)
         self.kv.write(layer, self.batch, key, value)
+        return layer
 
     def _attend(self, layer: int, query: Tensor, batch: PackedBatch, params: AttentionParams) -> Tensor:
         latent = self.latents.get(layer)
@@ -76,6 +82,7 @@ class ModelRunner:
     Args:
         model: in eval mode, its attention implementation set to `"vattn"`.
         latents: the layers whose latents the backend stores; see `vattn.packed.latents`.
+        shared: of layers after those that the backend stores, the one to whose keys and values each attends.
         graphs_up_to: run decode steps of at most so many requests as CUDA graphs, if there is CUDA and the kernel can
             be captured; None for no graphs.
 
@@ -90,6 +97,7 @@ class ModelRunner:
         attention: Attention,
         *,
         latents: Mapping[int, LatentAttention] | None = None,
+        shared: Mapping[int, int] | None = None,
         graphs_up_to: int | None = None,
     ) -> None:
         self.model = model
@@ -104,7 +112,9 @@ class ModelRunner:
         self.graphs = None
         if graphs_up_to is not None and DecodeGraphs.possible(model.device, attention):
             self.graphs = DecodeGraphs(self._forward, kv, model.device, graphs_up_to)
-        self._last_layer: int = model.config.get_text_config(decoder=True).num_hidden_layers - 1
+        self._shared = shared or {}
+        num_layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._last_stored = num_layers - len(self._shared) - 1
 
     def close(self) -> None:
         """Drop the graphs."""
@@ -167,7 +177,7 @@ class ModelRunner:
             if logits is not None:
                 return Forward(rows, logits, prompt_rows, logits[len(rows) :])
         device = self.model.device
-        step = self._step(batch, self._last_layer if chunks else None)
+        step = self._step(batch, self._last_stored if chunks else None)
         logits = self._compute(
             step,
             torch.tensor(tokens, device=device),
@@ -181,7 +191,7 @@ class ModelRunner:
         return self._compute(self._step(batch), tokens, rows)
 
     def _step(self, batch: PackedBatch, watched: int | None = None) -> _Step:
-        return _Step(self.kv, self.attention, batch, self.latents, self._caches, watched)
+        return _Step(self.kv, self.attention, batch, self.latents, self._caches, self._shared, watched)
 
     def _compute(self, step: _Step, tokens: Tensor, rows: Tensor) -> Tensor:
         with handing_on(self.latents.values()):

@@ -35,6 +35,15 @@ _MOE: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
 }
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+# The last two of four layers attend to the keys and values of the first two.
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": _SLIDING[:2] * 2,
+    "sliding_window": 8,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -59,6 +68,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": _SLIDING, "sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
     ),
     "gemma3": ("Gemma3TextConfig", {"layer_types": _SLIDING, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3n": ("Gemma3nTextConfig", {**_SHARED, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}),
+    "gemma4": ("Gemma4TextConfig", {**_SHARED, "global_head_dim": 8}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "gpt-oss": (
         "GptOssConfig",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,13 +47,16 @@ class KVShape:
     """The keys and values that a model stores per token, by layer, and what its attention requires.
 
     Attributes:
+        layers: those that store; the model's first ones.
         softcap: whether any layer caps its scores.
         sinks: whether any layer has sinks.
+        shared: of each later layer, by its index, the one of `layers` to whose keys and values it attends.
     """
 
     layers: tuple[LayerShape, ...]
     softcap: bool = False
     sinks: bool = False
+    shared: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def uniform(
@@ -101,11 +105,18 @@ class KVShape:
 
 
 class _Probe:
-    """A packed step of one token, which attends to its own value; records the keys and values of each layer."""
+    """A packed step of one token, which attends to its own value; records the keys and values of each layer.
+
+    Attributes:
+        shared: of a layer that was given the very tensors of an earlier one, that one.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.params: list[AttentionParams] = []
+        self.shared: dict[int, int] = {}
+        # Of the others. The tensors stay, so that no later one lies in their place; what is written over them shows.
+        self._given: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         if layer in self.layers:
@@ -114,7 +125,19 @@ class _Probe:
             )
         self.params.append(params)
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], params.window)
+        for earlier, given in self._given.items():
+            if self.layers[earlier] == self.layers[layer] and all(map(_is_same, given, (key, value))):
+                self.shared[layer] = earlier
+                break
+        else:
+            self._given[layer] = [(tensor, tensor.clone()) for tensor in (key, value)]
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
+def _is_same(given: tuple[Tensor, Tensor], tensor: Tensor) -> bool:
+    """Whether a tensor is one that was given before, and has the contents of then."""
+    before, contents = given
+    return tensor.data_ptr() == before.data_ptr() and torch.equal(tensor, contents)
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
@@ -139,4 +162,9 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
         )
     softcap = any(params.softcap is not None for params in probe.params)
     sinks = any(params.sinks is not None for params in probe.params)
-    return KVShape(tuple(probe.layers[layer] for layer in range(num_layers)), softcap, sinks)
+    num_stored = num_layers
+    while num_stored - 1 in probe.shared:
+        num_stored -= 1
+    layers = tuple(probe.layers[layer] for layer in range(num_stored))
+    shared = {layer: probe.shared[layer] for layer in range(num_stored, num_layers)}
+    return KVShape(layers, softcap, sinks, shared)

@@ -20,6 +20,7 @@ from vattn.attention import AttentionParams
 from vattn.attention.interface import attention_forward
 from vattn.engine import LLM
 from vattn.errors import ConfigError, UnsupportedModel
+from vattn.packed.shape import _Probe
 
 
 @contextmanager
@@ -166,6 +167,8 @@ def _windows(*windows: int | None) -> tuple[packed.LayerShape, ...]:
         ("mistral-window", packed.KVShape.uniform(3, 2, 8, 8, window=9)),
         ("gpt-oss", packed.KVShape(_windows(6, None, 6), sinks=True)),
         ("gemma2", packed.KVShape(_windows(8, None, 8), softcap=True)),
+        ("gemma3n", packed.KVShape(_windows(8, None), shared={2: 0, 3: 1})),
+        ("gemma4", packed.KVShape(_windows(8, None), shared={2: 0, 3: 1})),
         ("qwen2-moe-window", packed.KVShape(_windows(7, None, 7))),
         ("phimoe-window", packed.KVShape.uniform(3, 2, 8, 8, window=7)),
         ("deepseek-v3", packed.KVShape.uniform(3, 4, 16, 12)),
@@ -174,6 +177,18 @@ def _windows(*windows: int | None) -> tuple[packed.LayerShape, ...]:
 def test_kv_shape(family: str, shape: packed.KVShape) -> None:
     with under_vattn(make_model(family)) as model:
         assert packed.kv_shape(model) == shape
+
+
+def test_keys_and_values_that_layers_share() -> None:
+    """Tensors with other contents or another window are others, also where they lie in one place."""
+    probe = _Probe()
+    query, key, value = torch.randn(3, 1, 2, 8)
+    probe.attend(0, query, key, value, AttentionParams())
+    probe.attend(1, query, key, value.neg_(), AttentionParams())
+    probe.attend(2, query, key, value, AttentionParams(window=4))
+    assert not probe.shared
+    probe.attend(3, query, key, value, AttentionParams())
+    assert probe.shared == {3: 1}
 
 
 def test_layers_by_what_they_store_and_for_how_long() -> None:
