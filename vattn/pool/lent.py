@@ -122,13 +122,16 @@ class LentCore(Core):
     def __init__(
         self, worker: Worker, borrower: Borrower, forget: Callable[[], object], *, fingerprint: bytes | None = None
     ) -> None:
+        # First what a child needs, which another thread may fork as soon as the process looks after the pool.
+        self._forget = weakref.finalize(self, forget)
+        self._forget.atexit = False
+        self._stop_sharing: weakref.finalize[..., LentCore] | None = None
+        self._met: deque[tuple[int, int]] = deque()
         super().__init__(worker)
         self.borrower = borrower
         self.fingerprint = fingerprint
         self.shares: Shares | None = None
         self._sharing: weakref.ref[Sharing] | None = None
-        self._stop_sharing: weakref.finalize[..., LentCore] | None = None
-        self._met: deque[tuple[int, int]] = deque()
         self._tended = 0.0
         self._usage = Usage()  # as it was last known
         self._chunk: int = max(1, borrower.chunk // self.page_size)
@@ -137,8 +140,6 @@ class LentCore(Core):
             borrower.start(self)
         except RuntimeError as error:
             raise failure("pthread_create", _native.HOST_ERRNO + errno.EAGAIN, "EAGAIN") from error
-        self._forget = weakref.finalize(self, forget)
-        self._forget.atexit = False
         self._look_ahead()
 
     @property
@@ -225,6 +226,7 @@ class LentCore(Core):
 
     def refuse_in_child(self) -> None:
         super().refuse_in_child()
+        self._forget.detach()  # the file of this number is that of a pool of the child's own
         if self._stop_sharing is not None:
             self._stop_sharing.detach()
         _close_all(self._met)

@@ -696,6 +696,28 @@ def test_a_child_is_no_borrower_and_keeps_nothing_of_the_parents(broker: brokers
     pool.close()
 
 
+@host_only
+def test_a_child_has_a_pool_of_its_own_after_it_has_dropped_its_parents(broker: brokers.Process) -> None:
+    """Both have a first file of memory, under the same number."""
+    kv = cache(connect("a"))
+    kv.step({kv.alloc_reqid(): pages(8)})
+    wait_until(lambda: (broker.borrower("a") or {})["owned"])  # its thread has said so, and has the pool no more
+    child = os.fork()
+    if not child:
+        try:
+            own = cache(connect("b"))
+            del kv
+            gc.collect()
+            own.step({own.alloc_reqid(): pages(8)})
+            own.check()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    kv.check()
+    kv.close()
+
+
 def test_a_folder_for_pools_that_cannot_be_is_a_wrong_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
