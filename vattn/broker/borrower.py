@@ -35,6 +35,7 @@ _REDUCING = 0.02  # seconds between attempts to come down to a level
 _CONNECTING = 5.0  # seconds for a broker to answer who joins
 _BUSY = 0.5  # seconds for which a call may keep the pool from answering; the broker waits longer (`books.PATIENCE`)
 _HANGS = 5.0  # seconds without reading what it was sent, after which a broker counts as one that does not answer
+_LOGGED = 60.0  # seconds until it is logged again that sharing prefixes fails
 _STANDING = 1.0  # seconds for which a wish stands after the call that waited for it has gone on without
 _log = logging.getLogger("vattn")
 
@@ -172,6 +173,7 @@ class Borrower:
         self._directory: Directory | None = None
         self._shares_told = False  # the broker has the directory
         self._looks_at = 0.0  # when to look for processes that have ended
+        self._logs_at = 0.0  # from when on a failure of sharing is logged
         self._received: list[int] = []  # descriptors that no message has claimed yet
         self.budget, self.chunk = 0, 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -448,9 +450,10 @@ class Borrower:
         sharer = self._sharer() if self._sharer is not None else None
         try:
             return sharer is not None and not self._waiting and sharer.tend()
-        except Exception:  # what is lent is to go on
-            _log.exception("pool %r: prefixes are shared no more", self.pool)
-            self._sharer = self._directory = None
+        except Exception:  # what is lent is to go on, and another time this may succeed
+            if time.monotonic() >= self._logs_at:
+                self._logs_at = time.monotonic() + _LOGGED
+                _log.exception("pool %r: sharing prefixes fails; trying again", self.pool)
             return False
 
     def _meet(self) -> None:

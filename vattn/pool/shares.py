@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from vattn import _native
 from vattn.broker.directory import Directory, NoDirectory, OwnDirectory, Shape
+from vattn.errors import DriverError
 from vattn.pool.journal import Change
 
 # Of a block: per kind of tensor, columns and lanes.
@@ -245,7 +246,7 @@ class Shares:
                 return
             try:
                 self.peers.append(Peer(found, _native.open_foreign_file(mine.page_size, memory)))
-            except RuntimeError:  # there is no descriptor for it
+            except DriverError:  # there is no descriptor for it
                 found.close()
         finally:
             os.close(memory)

@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import re
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -183,6 +184,60 @@ def test_a_pool_is_publishing_until_the_last_block_is_there(
         a.publish(PROMPT)
         wait_until(lambda: not a.pool.publishing)
         assert said == [True] * 20
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, vattn.VattnError])
+def test_what_fails_while_prefixes_are_looked_after_is_done_again(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    failures = []
+
+    def fails(*_: Any) -> None:
+        failures.append(error)
+        raise error("broken")
+
+    with Engine("a") as a:
+        monkeypatch.setattr(a.shares, "publish", fails)
+        a.compute(PROMPT)
+        wait_until(lambda: len(failures) > 1)
+        assert a.pool.publishing
+        monkeypatch.undo()
+        wait_until(lambda: not a.pool.publishing)
+        assert sum(1 for _ in a.shares.directory.entries()) == 20
+        a.kv.check()
+    assert caplog.text.count("pool 'tested': sharing prefixes fails; trying again") == 1
+    caplog.clear()  # the records have what failed
+
+
+def test_a_peer_that_comes_in_a_time_without_descriptors_is_not_met(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that come later are."""
+    came: list[tuple[int, int]] = []
+    with Engine("b") as b:
+        core = b.pool._core
+        assert isinstance(core, LentCore)
+        before = _memories()
+        monkeypatch.setattr(core, "meet", lambda *files: came.append(files))
+        with Engine("a") as a:
+            wait_until(lambda: came)
+            monkeypatch.undo()
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with core.lock:  # its thread waits
+                resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+                try:
+                    core.meet(*came.pop())
+                    assert not core.tend()
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert not core._met
+            assert not b.shares.peers
+            a.publish(PROMPT)
+        assert _memories() == before
+        with Engine("c") as c:
+            c.publish(PROMPT)
+            b.meets()
+            assert b.compute([*PROMPT, 1])[1] == len(PROMPT)
 
 
 def test_the_shared_pages_are_the_same_memory(broker: brokers.Process) -> None:
