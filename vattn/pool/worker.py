@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from vattn import _native
 from vattn.drivers import MemoryDriver
 from vattn.drivers.failure import failure
-from vattn.errors import DriverError, MappingLimit, OutOfPages, VattnError
+from vattn.errors import DriverError, MappingLimit, OutOfPages, ProcessLimit, VattnError
 from vattn.pool.fences import sync_refusal
 from vattn.pool.journal import Change, Undo, revert
 from vattn.units import format_bytes
@@ -115,7 +115,8 @@ class Worker:
             refusal = sync_refusal()
             refusal.__cause__ = cause
             return refusal
-        if code != _OUT_OF_MEMORY:
+        # Where that is unlimited, a reservation on the host lacks what a mapping does: an entry in the kernel's table.
+        if code != _OUT_OF_MEMORY or (isinstance(cause, ProcessLimit) and cause.limit == "RLIMIT_AS"):
             return cause
         error: OutOfPages
         page_size, limit = self.native.page_size, self.driver.device.mapping_limit()

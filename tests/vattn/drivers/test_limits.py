@@ -109,6 +109,25 @@ cache.check()
 """)
 
 
+def test_a_window_for_zeroing_takes_address_space() -> None:
+    said = run("""
+cache = make(zero_on_free=True)
+reqid = cache.alloc_reqid()
+cache.step({reqid: 30000})
+cache.layer(1)[1][reqid, :30000] = 1
+cache.free_reqid(reqid)
+resource.setrlimit(resource.RLIMIT_AS, (address_space() + (64 << 20), resource.RLIM_INFINITY))
+refused(cache.trim, "RLIMIT_AS")
+cache.check()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+cache.trim()
+reqid = cache.alloc_reqid()
+cache.step({reqid: 30000})
+assert not cache.layer(1)[1][reqid, :30000].any()
+""")
+    assert "ulimit -v" in said
+
+
 def test_file_size() -> None:
     said = run("""
 cache = make()

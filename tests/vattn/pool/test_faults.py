@@ -147,14 +147,18 @@ def test_exhausted_memory_is_out_of_pages_with_the_driver_error_behind_it(setup:
 
 
 @host_only
-def test_the_mapping_limit_names_the_limit_and_what_to_change(setup: Setup) -> None:
+@pytest.mark.parametrize("call", ["cuMemAddressReserve", "cuMemMap"])
+def test_the_mapping_limit_names_the_limit_and_what_to_change(call: str) -> None:
+    setup = Setup(overlap=False, guard_rows=3)  # which are zeroed in a window
     reqid = setup.cache.alloc_reqid()
-    setup.table.fail_always("cuMemMap", code=2)
+    setup.table.fail_always(call, code=2)
     with pytest.raises(vattn.MappingLimit) as caught:
         setup.cache.step({reqid: 1})
     for word in (str(drivers.find("cpu").mapping_limit()), "4.0 KiB", "page_size", "fused", "sysctl"):
         assert word in str(caught.value)
     setup.check()
+    setup.table.heal()
+    setup.close()
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap"])
