@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vattn_vllm.options import Options
-from vattn_vllm.refusals import check_cache, check_engine
+from vattn_vllm.refusals import check_cache, check_drafter, check_engine
 from vllm.config import SpeculativeConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -175,3 +176,33 @@ def test_groups_that_store_alike() -> None:
 def test_caches_that_it_cannot_serve(specs: list[Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         check_cache(cache(*specs))
+
+
+def test_a_draft_model_outside_of_the_first_group() -> None:
+    drafter: Any = object.__new__(SpeculativeConfig)
+    layers = ["model.layers.0.attn", "model.layers.2.attn"], ["model.layers.1.attn", "draft_model.layers.0.attn"]
+    first, second = (SimpleNamespace(layer_names=names) for names in layers)
+    groups: Any = SimpleNamespace(kv_cache_groups=[first, second])
+    turned: Any = SimpleNamespace(kv_cache_groups=[second, first])
+    config = engine(speculative_config=drafter, use_v2_model_runner=False)
+    for method, refused in ("draft_model", True), ("ngram", False):
+        drafter.method = method
+        with pytest.raises(ConfigError, match="use --disable-hybrid") if refused else nullcontext():
+            check_drafter(config, groups)
+    drafter.method = "draft_model"
+    check_drafter(config, turned)
+    check_drafter(engine(speculative_config=drafter, use_v2_model_runner=True), groups)
+    check_drafter(engine(), groups)
+
+
+def test_a_draft_model_beside_windows_in_some_layers(
+    model_of: Callable[[str], Path], run: Callable[..., dict[str, Any]]
+) -> None:
+    config = {"method": "draft_model", "model": str(model_of("draft")), "num_speculative_tokens": 3}
+    llm = {"model": str(model_of("full and window")), "max_num_batched_tokens": 100, "num_gpu_blocks_override": 100}
+    with pytest.raises(RuntimeError, match="ConfigError: vattn: vLLM computes the draft model with blocks of"):
+        run(plugin={}, llm={**llm, "speculative_config": config})
+    llm["disable_hybrid_kv_cache_manager"] = True
+    drafted, plain = (run(plugin={}, llm={**llm, **more}) for more in ({"speculative_config": config}, {}))
+    tokens, expected = ([each["tokens"] for each in answer["results"]] for answer in (drafted, plain))
+    assert tokens == expected

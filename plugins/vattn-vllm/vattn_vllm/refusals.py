@@ -86,6 +86,24 @@ def check_cache(config: KVCacheConfig) -> list[AttentionSpec]:
     return specs
 
 
+def check_drafter(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Checks that a draft model is computed with blocks of its own.
+
+    Raises:
+        ConfigError: vLLM's first runner gives it those of the first KV cache group, and it is in another one.
+    """
+    speculative = config.speculative_config
+    if speculative is None or not speculative.uses_draft_model() or config.use_v2_model_runner:
+        return
+    others = [name for group in cache.kv_cache_groups[1:] for name in group.layer_names]
+    if any(name.startswith("draft_model.") for name in others):
+        raise ConfigError(
+            "vattn: vLLM computes the draft model with blocks of the first KV cache group, and its layers are in "
+            "another: it would overwrite keys of the model; use --disable-hybrid-kv-cache-manager, or another method "
+            "of --speculative-config"
+        )
+
+
 def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
     version = vllm.version.__version__.split("+")[0]
     if version not in TRIED and not options.untested_vllm:

@@ -24,7 +24,7 @@ from vattn_vllm.attention import WindowAttention, WindowBackend
 from vattn_vllm.gauge import Usage
 from vattn_vllm.memory import KVMemory
 from vattn_vllm.options import Options
-from vattn_vllm.refusals import check_engine
+from vattn_vllm.refusals import check_drafter, check_engine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,6 +62,7 @@ class _WindowWorker(StockCUDAWorker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         def allocate(cache: KVCacheConfig, device: torch.device, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+            check_drafter(self.vllm_config, cache)
             self._memory = KVMemory(self.vllm_config, cache, device, self._options)
             for name, layer in self._attention().items():
                 layer.impl.use(self._memory, getattr(layer, "kv_sharing_target_layer_name", None) or name)
