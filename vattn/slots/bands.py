@@ -230,12 +230,15 @@ class Bands:
         return sum(band.replaced_pages(slot, depth) for band in self._bands)
 
     def left_over_pages(self, slots: Collection[int]) -> int:
-        """Pages of the blocks without users that are mapped in these slots, each counted once."""
+        """Pages of the blocks without users that are mapped in these slots, each counted once, without pinned ones."""
         pages = 0
         for band in self._bands:
             past = (slot for slot in slots if band.shared[slot].stop > self.used(slot))
             unused = {
-                block for slot in past for block in band.shared[slot].blocks if not block.users and not block.foreign
+                block
+                for slot in past
+                for block in band.shared[slot].blocks
+                if block.state in (State.CACHED, State.PARKED) and not block.foreign
             }
             pages += band.shared.block_pages * len(unused)
         return pages

@@ -13,6 +13,7 @@ slot before its request writes there; until then they are available to a request
 Every block is in one state, by which its pages are counted:
     used     running requests use it: its reference count is positive;
     cached   no request uses it, but it is in the index, so it can be found and evicted;
+    pinned   the same, but other processes have it mapped, so evicting it frees nothing;
     parked   neither, but a slot has it mapped: its memory can be reclaimed.
 
 The primary state here is which blocks a slot has, how many of them its request uses, and which blocks are in the index.
@@ -39,6 +40,7 @@ from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 class State(Enum):
     USED = "used"
     CACHED = "cached"
+    PINNED = "pinned"
     PARKED = "parked"
     GONE = "gone"
 
@@ -59,12 +61,14 @@ class PageBlock(Block):
         retracted: whether its contents are wrong, so that it must not be published again.
         foreign: what its pages are among that are another process's, and count there.
         entry: its number in the directory that other processes read; None if it is not there.
+        pinned: whether other processes have it mapped, as of a moment ago.
     """
 
     own: tuple[_native.Pages, ...] = ()
     retracted: bool = False
     foreign: Foreign | None = None
     entry: int | None = None
+    pinned: bool = False
     slots: frozenset[int] = _NOWHERE
     state: State = State.GONE
 
@@ -137,6 +141,7 @@ class SharedBlocks:
         self._listed = 0  # blocks that are not gone
         self._uses = 0  # sum of the blocks' users
         self._several = 0  # blocks with several users, foreign ones apart
+        self._pinned = set[PageBlock]()  # those that are, and some that were
 
     def __getitem__(self, slot: int) -> SlotBlocks:
         return self._slots[slot]
@@ -303,9 +308,18 @@ class SharedBlocks:
         """
         if block.foreign:
             return False
-        if block.entry is not None and self.shares is not None and self.shares.remove(block.entry):
-            block.entry = None
+        if block.entry is not None and self.shares is not None:
+            pinned = not self.shares.remove(block.entry)
+            if not pinned:
+                block.entry = None
+            self._note_pinned(block, pinned=pinned)
         return block.entry is None
+
+    def note_pinned(self, blocks: Set[PageBlock]) -> None:
+        """Notes which blocks other processes have mapped now."""
+        for block in self._pinned | blocks:
+            self._note_pinned(block, pinned=block in blocks)
+        self._pinned = {*blocks}
 
     def unpublish(self, change: Change, block: PageBlock) -> None:
         """Has no other process find a block, which stays what it is here."""
@@ -493,6 +507,13 @@ class SharedBlocks:
             self._several -= block.users == 1 and not block.foreign
             self._recount(block)
 
+    def _note_pinned(self, block: PageBlock, *, pinned: bool) -> None:
+        if pinned:
+            self._pinned.add(block)
+        block.pinned = pinned
+        if block.published:
+            self._recount(block)
+
     def _recount(self, block: PageBlock) -> None:
         state = self._state(block)
         if state is not block.state:
@@ -507,7 +528,7 @@ class SharedBlocks:
         if block.users:
             return State.USED
         if block.published:
-            return State.CACHED
+            return State.PINNED if block.pinned else State.CACHED
         return State.PARKED if block.slots else State.GONE
 
 

@@ -196,7 +196,7 @@ class Exchange(Decisions):
                         del self._foreign[foreign]
             self._shares.release_all_but(self._foreign)
         self._shares.forget_ended()
-        self._count_pinned()
+        self._note_pinned()
 
     def _let_go(self) -> None:
         now = time.monotonic_ns()
@@ -219,17 +219,14 @@ class Exchange(Decisions):
         if unused or self._shares.lingers or self.behind:
             self._core.execute(plan)
 
-    def _count_pinned(self) -> None:
-        """Counts the blocks that cannot be evicted, and has them evicted after others: they are in use."""
-        blocks = [self._published.get(number) for number in self._shares.directory.pinned()]
-        cached = [
-            block
-            for block in blocks
-            if block is not None and block.entry is not None and block.published and not block.users
-        ]
-        for block in cached:
-            self._band.shared.index.touch(block)
-        self._ledger.pin(self._band.shared.block_pages * len(cached))
+    def _note_pinned(self) -> None:
+        """Notes which blocks others have mapped, and has them evicted after those that are not in use."""
+        found = (self._published.get(number) for number in self._shares.directory.pinned())
+        blocks = {block for block in found if block is not None}
+        self._band.shared.note_pinned(blocks)
+        for block in blocks:
+            if block.published and not block.users:
+                self._band.shared.index.touch(block)
 
 
 def _shape(layout: Layout, page_size: int, fingerprint: bytes, pages: int) -> tuple[Shape, list[tuple[int, int]]]:

@@ -20,13 +20,11 @@ class Ledger:
     Attributes:
         budget: the most pages that the cache may hold.
         peak: the most pages that it has held so far.
-        pinned: cached pages that other processes have mapped, as of a moment ago.
     """
 
     def __init__(self, budget: int, layout: Layout, slots: SlotTable, bands: Bands, core: Core) -> None:
         self.budget = budget
         self.peak = 0
-        self.pinned = 0
         self._layout = layout
         self._slots = slots
         self._bands = bands
@@ -42,10 +40,6 @@ class Ledger:
         self._slots.changed(slot)
         self.peak = max(self.peak, self.held)
 
-    def pin(self, pages: int) -> None:
-        """Notes how many cached pages other processes have mapped now."""
-        self.pinned = pages
-
     @property
     def owned(self) -> int:
         """Pages that running requests hold."""
@@ -60,7 +54,12 @@ class Ledger:
     @property
     def cached(self) -> int:
         """Pages of cached blocks, which no running request uses."""
-        return self._bands.block_pages(State.CACHED)
+        return self._bands.block_pages(State.CACHED) + self.pinned
+
+    @property
+    def pinned(self) -> int:
+        """Those of the cached pages that other processes have mapped, as of a moment ago."""
+        return self._bands.block_pages(State.PINNED)
 
     @property
     def held(self) -> int:

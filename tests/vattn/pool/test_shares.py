@@ -493,6 +493,45 @@ def test_what_others_have_mapped_counts_in_a_budget_that_was_given(broker: broke
         owner.kv.check()
 
 
+@pytest.mark.parametrize("how", ["admitted", "evicted", "not shared any more"])
+def test_what_others_have_mapped_is_subtracted_only_while_it_is_cached(broker: brokers.Process, how: str) -> None:
+    """At once: what a request uses counts in what it needs, and what has gone is not held."""
+    with engines("a", "b") as (a, b):
+        slot = a.publish(PROMPT)
+        b.meets()
+        b.compute([*PROMPT, 1])
+        assert a.kv._ledger.pinned == 0
+        a.kv.free_reqid(slot)
+        wait_until(lambda: a.kv._ledger.pinned == 40)
+        with a.pool._core.lock:  # nothing is looked after meanwhile
+            before = a.kv.available_pages()
+            if how == "admitted":
+                slot, cached = a.kv.admit([*PROMPT, 2])
+                assert cached == len(PROMPT)
+                assert a.kv.available_pages() >= before
+                a.kv.free_reqid(slot)
+                assert a.kv._ledger.pinned == 40
+            elif how == "not shared any more":
+                a.kv.stop_sharing()
+                assert a.kv._ledger.pinned == 40
+            else:
+                a.kv.evict_prefixes()
+                assert a.kv._ledger.pinned == 0
+                assert a.kv.available_pages() >= before
+            a.kv.check()
+
+
+def test_what_others_have_mapped_is_subtracted_once_where_it_is_left_over(broker: brokers.Process) -> None:
+    with engines("a", "b") as (a, b):
+        slot = a.publish(PROMPT)
+        b.meets()
+        b.compute([*PROMPT, 1])
+        a.kv.step({slot: 0})
+        wait_until(lambda: a.kv._ledger.pinned == 40)
+        assert a.kv._reclaimer.spare_pages == 0
+        a.kv.check()
+
+
 def test_what_is_retracted_is_found_no_more_and_not_used_again_while_mapped(broker: brokers.Process) -> None:
     with engines("a", "b") as (a, b):
         wrong = a.publish(PROMPT, value=9.0)
