@@ -208,7 +208,10 @@ class StoredPrefixes:
                 return True
         except VattnError as error:
             logger.warning("a stored prefix was not used: %s", error)
-        return False  # the step that follows computes these tokens, into the same rows
+        # The step that follows computes these tokens, into the same rows. Layers with a window would give back what it
+        # needs if these counted as computed.
+        self._kv.prepare({slot: cached})
+        return False
 
     # What is written
 

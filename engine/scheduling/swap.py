@@ -115,6 +115,7 @@ class SwapSpace:
             logger.warning("a preempted request is recomputed, as its cache cannot be copied back: %s", error)
             self.forget(request)
             request.num_computed_tokens = 0
+            self._kv.prepare({slot: 0})  # layers with a window have not backed what comes before the copied tokens
             return False
         self._copied(saved.num_bytes, time.perf_counter() - start)
         self.num_loaded += 1

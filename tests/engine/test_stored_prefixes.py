@@ -20,6 +20,7 @@ from tests.support.effort import covering
 from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
 from tests.support.waiting import wait_until
 from vattn.engine import LLM, AsyncEngine, RequestOutput, SamplingParams
+from vattn.engine.kv.rows import Rows
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.model.fingerprint import fingerprint
 from vattn.engine.model.optimize import supported
@@ -632,6 +633,29 @@ def test_a_restoration_that_fails_is_a_miss(path: Path, monkeypatch: pytest.Monk
         assert not llm.core.stored._fetches
     assert output.num_cached_tokens == 0
     assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral-window"])
+@pytest.mark.parametrize("chunk", [2048, 96])
+def test_a_file_of_another_size_is_a_miss_with_windows(
+    family: str, chunk: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot was prepared for it, and the tokens that the step computes instead begin further to the front."""
+    prompt = make_prompts([190], seed=8)[0]
+    options = {"max_model_len": 256, "max_num_batched_tokens": chunk}
+    once(path, prompt, model=make_model(family), **options)
+    real, ends = Rows.copy_in, list[int]()
+
+    def copy_in(self: Rows, parts: Any, slot: int, start: int, end: int, first: int) -> bool:
+        ends.append(end)
+        return end != 3 * BLOCK and real(self, parts, slot, start, end, first)
+
+    monkeypatch.setattr(Rows, "copy_in", copy_in)
+    with make_llm(make_model(family), path, **options) as llm:
+        (output,) = run(llm, prompt)
+    assert ends == [BLOCK, 2 * BLOCK, 3 * BLOCK]
+    assert output.num_cached_tokens == 0
+    assert output.outputs[0].token_ids == expected(family, prompt, MAX_TOKENS)
 
 
 # The option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -99,16 +100,22 @@ def test_what_is_aborted_keeps_no_copy() -> None:
 
 
 @pytest.mark.parametrize("call", ["copy_out", "copy_in"])
-def test_what_cannot_be_copied_is_recomputed(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 2048), ("mistral-window", 2048), ("mistral-window", 64)])
+def test_what_cannot_be_copied_is_recomputed(
+    call: str, family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind a window, where what comes before the copied tokens was not backed."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with LLM(make_model("llama"), max_num_seqs=4, max_model_len=128, preemption_mode="swap") as llm:
-        prompts = [[3, 7, 11] * 10, [4, 8] * 10]
+    options: dict[str, Any] = {"max_num_batched_tokens": chunk, "preemption_mode": "swap"}
+    options["kv_options"] = {"page_size": 4096, "layout": "fused"}
+    with LLM(make_model(family), max_num_seqs=4, max_model_len=256, **options) as llm:
+        prompts = [[3, 7, 11] * 33, [4, 8] * 50]
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         llm.reset_prefix_cache()
         for name, prompt in zip("ab", prompts, strict=True):
             llm.add_request(name, prompt, params)
-        llm.step()
-        llm.step()
+        for _ in range(6):
+            llm.step()
         calls = 0
 
         def fail(*arguments: object) -> None:
