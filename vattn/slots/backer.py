@@ -78,6 +78,8 @@ class Backer(Decisions):
         if receding:  # those that begin anew lose the window that launched kernels may read
             anew = (slot for slot in receding if not lengths[slot] and not self._bands.sees(slot, 0))
             lowered = [*lowered, *(slot for slot in anew if slot not in used)]
+        if slots.sound:
+            lowered = [*{*lowered, *slots.mended(lengths)}]
         given = None if stream is None else self._fences.handle(stream)
         closed = self._fences.launched()
         act = bool(crossing or announced or closed or slots.leaving)

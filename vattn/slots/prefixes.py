@@ -96,6 +96,8 @@ class Prefixes(Decisions):
         if self._fences.is_open(slot):
             raise refusal("fork was called")
         slots.take(change, slot, length, start=start, origin=slots.origin.get(source, 0))
+        if source in slots.sound:
+            change.put(slots.sound, slot, slots.sound[source])
         self._put(change, slot, prefix)
         self._backer.keep_only(change, slot, count, handle)
         bands.use(change, slot, count)
@@ -169,8 +171,7 @@ class Prefixes(Decisions):
         bands, known = self._bands, self._slots.known[slot]
         check_extension(known.tokens, token_ids, self._slots.length[slot])
         count = len(token_ids) // bands.block_tokens
-        if known.sound is not None:
-            count = min(count, known.sound)
+        count = min(count, self._slots.sound.get(slot, count))
         if count == len(known.keys):
             return
         parent, tokens = known.keys[-1] if known.keys else root_key(known.salt), token_ids[: count * bands.block_tokens]
@@ -190,7 +191,7 @@ class Prefixes(Decisions):
     def kept(self, slot: int, token_ids: TokenIds) -> Kept | None:
         """What the slot's request, which has published these tokens, leaves behind its last block."""
         known = self._slots.known[slot]
-        if self._bands.windowed or known.sound is not None or len(token_ids) == len(known.tokens):
+        if self._bands.windowed or slot in self._slots.sound or len(token_ids) == len(known.tokens):
             return None
         parent = known.keys[-1] if known.keys else root_key(known.salt)
         return Kept(parent, len(known.tokens), token_ids[len(known.tokens) :])

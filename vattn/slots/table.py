@@ -43,8 +43,6 @@ class Known:
         salt: the salt that the keys start from.
         rewound: whether the length decreased into blocks, or to 0 behind a window, so that launched kernels may read
             pages that have to leave.
-        sound: how many of the request's first blocks may be published, if what follows was taken back as wrong or
-            computed on what was; None for all.
     """
 
     tokens: TokenIds = field(default_factory=lambda: array("q"))
@@ -53,7 +51,6 @@ class Known:
     published: Published = ()
     salt: bytes = b""
     rewound: bool = False
-    sound: int | None = None
 
 
 def most_ahead(block_tokens: int) -> int:
@@ -79,6 +76,8 @@ class SlotTable:
         limit: for active slots, the length up to which a step has nothing to do.
         ready: tokens that the worker has finished backing.
         known: what is known of the requests' tokens.
+        sound: for slots in which something was taken back as wrong, or computed on what was, how many blocks before it
+            their requests may publish.
         ancestry: how the keys of blocks follow from each other.
         pending: per slot, the ticket of the last background growth.
         leaving: slots with pages of an ended request that have to be unmapped: in an idle slot as soon as no kernel
@@ -97,6 +96,7 @@ class SlotTable:
         self.limit: dict[int, int] = {}
         self.ready = [0] * slots
         self.known = [Known()] * slots
+        self.sound: dict[int, int] = {}
         self.ancestry = Ancestry()
         self.pending: dict[int, int] = {}
         self.leaving: dict[int, None] = {}
@@ -152,6 +152,11 @@ class SlotTable:
                 "left the sliding window, and its memory was given back; go back less far, or compute it again from 0"
             )
 
+    def mended(self, lengths: Mapping[int, int]) -> list[int]:
+        """The slots that with these lengths go back to what is sound."""
+        size = self._bands.block_tokens
+        return [slot for slot, count in self.sound.items() if slot in lengths and lengths[slot] <= count * size]
+
     def live_keys(self) -> Iterator[Key]:
         """The keys of blocks, and those that the next blocks of requests follow."""
         yield from self._bands.keys()
@@ -191,8 +196,9 @@ class SlotTable:
         self.know(change, slot, Known())
         change.put(self.length, slot, GONE)
         change.put(self.start, slot, GONE)
-        if slot in self.origin:
-            change.put(self.origin, slot, GONE)
+        for some in (self.origin, self.sound):
+            if slot in some:
+                change.put(some, slot, GONE)
         del self.limit[slot]
         self._bands.turn(change, slot)
         stays = self._config.deferred_reclamation and not self._config.zero_on_free
@@ -227,7 +233,8 @@ class SlotTable:
 
         Args:
             lengths: the new lengths, by slot.
-            lowered: the slots whose length decreases into blocks that their requests use, or to 0 behind a window.
+            lowered: the slots whose length decreases into blocks that their requests use, or to 0 behind a window, or
+                to what is sound.
         """
         length, start = self.length, self.start
         if self._bands.windowed:
@@ -274,10 +281,10 @@ class SlotTable:
 
     def distrust(self, change: Change, slot: int, count: int) -> None:
         """Has nothing published that a slot has behind its first `count` blocks, until it goes back to there."""
-        known = self.known[slot]
-        sound = count if known.sound is None else min(count, known.sound)
+        known, sound = self.known[slot], min(count, self.sound.get(slot, count))
+        change.put(self.sound, slot, sound)
         tokens, keys = known.tokens[: sound * self._bands.block_tokens], known.keys[:sound]
-        self.know(change, slot, replace(known, tokens=tokens, keys=keys, sound=sound))
+        self.know(change, slot, replace(known, tokens=tokens, keys=keys))
 
     def withdraw(self, change: Change, shared: SharedBlocks, block: PageBlock) -> None:
         """Has a block not found any more; nothing of it may stay in idle slots that are zeroed."""
@@ -293,17 +300,17 @@ class SlotTable:
             change.put(self.leaving, slot, GONE)
 
     def _rewind(self, change: Change, slot: int) -> None:
-        """Adjusts the slot after its length decreased into blocks that its request uses, or to 0 behind a window."""
+        """Adjusts the slot after its length decreased, as in `set_lengths`."""
         known, length, block_tokens = self.known[slot], self.length[slot], self._bands.block_tokens
         blocks = -(-self.backed(length) // block_tokens)
         if self._bands.used(slot) > blocks:
             self._bands.use(change, slot, blocks)
         whole = length // block_tokens
         tokens, keys = known.tokens[: whole * block_tokens], known.keys[:whole]
-        sound = None if known.sound is None or length <= known.sound * block_tokens else known.sound
+        if length <= self.sound.get(slot, -1) * block_tokens:
+            change.put(self.sound, slot, GONE)
         admitted = min(known.admitted, whole)
-        rewound = replace(known, tokens=tokens, keys=keys, admitted=admitted, rewound=True, sound=sound)
-        self.know(change, slot, rewound)
+        self.know(change, slot, replace(known, tokens=tokens, keys=keys, admitted=admitted, rewound=True))
         self.set_limit(slot)
 
     # Derived state
@@ -388,6 +395,7 @@ class SlotTable:
         assert active | idle == set(range(self.count)), "a slot is neither active nor idle"
         assert active == set(self.start), "starts are not those of the active slots"
         assert set(self.origin) <= active, "an origin is that of an idle slot"
+        assert set(self.sound) <= active, "an idle slot has sound blocks"
         assert set(bands.used_tokens) <= active, "an idle slot uses blocks"
         for slot in idle:
             entry = self.idle[slot]

@@ -544,6 +544,31 @@ def test_a_request_publishes_again_from_where_it_went_back() -> None:
         assert cache.find_prefix(ids) == 2 * block
 
 
+@pytest.mark.parametrize("admitted", [0, 1])
+@pytest.mark.parametrize("back", [0, 1])
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_request_that_committed_nothing_before_it_was_retracted_publishes_from_where_it_went_back(
+    admitted: int, back: int, fork: bool
+) -> None:
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32) as cache:
+        block = cache.prefix_block_tokens
+        ids = [*range(3 * block)]
+        first, _ = cache.admit(ids)
+        _filled(cache, first, 0, admitted * block, 1.0, ids)
+        slot, cached = cache.admit(ids)
+        assert cached == admitted * block
+        cache.step({slot: 2 * block})
+        cache.retract(slot)
+        if fork:
+            slot = cache.fork(slot)
+        cache.step({slot: back * block})
+        cache.check()
+        _filled(cache, slot, back * block, 2 * block, 1.0, ids)
+        assert cache.find_prefix(ids) == (2 * block if back <= admitted else admitted * block)
+        cache.free_reqid(slot)
+        assert slot not in cache._slots.sound
+
+
 def test_a_wrong_block_does_not_stand_for_a_right_one_with_its_tokens() -> None:
     """Two requests compute the same block; the index has that of the first, and a slot may serve that of the other."""
     with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32) as cache:
