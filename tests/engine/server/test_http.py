@@ -646,12 +646,9 @@ def test_priority_where_the_engine_has_it() -> None:
 def test_the_queue_is_bounded_all_or_nothing() -> None:
     async def test() -> None:
         async with client(config={"max_num_seqs": 2}, max_num_queued_reqs=2) as (http, service):
-            running = [
-                asyncio.create_task(
-                    http.post("/v1/completions", json={"prompt": "w", "max_tokens": 150, "ignore_eos": True})
-                )
-                for _ in range(3)
-            ]
+            await service.engine.sleep()
+            body = {"prompt": "w", "max_tokens": 150, "ignore_eos": True}
+            unfinished = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(3)]
             while service.engine.num_unfinished < 3:
                 await asyncio.sleep(0.01)
             for body in ({"n": 2}, {"prompt": ["a", "b"]}, {"n": 2, "stream": True}):
@@ -660,8 +657,9 @@ def test_the_queue_is_bounded_all_or_nothing() -> None:
                 assert error_of(answer)["code"] == "queue_full"
             answer = await http.post("/v1/completions", json={"prompt": "w", "n": 5})
             assert answer.status_code == 400, "that many never fit"
+            await service.engine.wake_up()
             assert (await http.post("/v1/completions", json={"prompt": "w", "max_tokens": 4})).status_code == 200
-            assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * 3
+            assert [answer.status_code for answer in await asyncio.gather(*unfinished)] == [200] * 3
             text = (await http.get("/metrics")).text
             assert metric(text, "vattn:requests_refused_total") == 3
 
