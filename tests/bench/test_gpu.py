@@ -22,7 +22,7 @@ from bench.gpu.parts import sanitizer
 from bench.harness.discovery import Case
 from bench.harness.report import Report
 from tests.support.effort import effort
-from tests.support.waiting import SECONDS, wait_until
+from tests.support.waiting import SECONDS, runs, wait_until
 
 pytestmark = pytest.mark.slow(1)
 
@@ -272,14 +272,6 @@ def test_a_part_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     pids = [int(pid) for pid in started.read_text().split()]
     assert len(pids) == 2
     assert [pid for pid in pids if runs(pid)] == []
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process that does more than wait to be reaped."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def test_a_side_that_is_missing_fails_the_run(

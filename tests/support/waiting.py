@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 SECONDS = 600  # far beyond what anything takes on a busy machine: only what never comes takes as long
 
@@ -17,6 +18,14 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, what()
         time.sleep(every)
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process that does more than wait to be reaped, which may be for ever in a container."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it is reaped once the file is open
+        return False
 
 
 class Background:

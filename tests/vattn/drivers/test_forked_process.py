@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import signal
@@ -39,7 +40,10 @@ time.sleep(120)
 
 def memfds(process: int | str) -> list[str]:
     """The memory of caches that a process can reach, through files and through mappings."""
-    files = [os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir()]
+    files = []
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            files.append(os.readlink(entry))
     maps = Path(f"/proc/{process}/maps").read_text().splitlines()
     return [name for name in (*files, *maps) if "memfd:vattn" in name]
 
