@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -23,7 +24,7 @@ from bench.harness.report import Goal, Report, format_cell
 from bench.report import accountant, drawing, measuring, page, peers
 from bench.report.sections import PUBLISHED, SECTIONS
 from tests.support.effort import effort
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, runs, wait_until
 from vattn.model_shapes import find_shape
 from vattn.plan import PAGE_SIZES, plan
 from vattn.units import format_bytes
@@ -361,13 +362,19 @@ def test_the_command_writes_the_page(
         main(["report", "--records-only", "--quick"])
 
 
-def test_a_run_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = tmp_path / "child"
-    script = f"sleep 60 & echo $! > {child}; echo why >&2; wait"
-    assert measuring._run(["bash", "-c", script], 1.0) == (None, "")
-    number = int(child.read_text())
-    wait_until(lambda: not Path(f"/proc/{number}").exists())
-    assert measuring._run(["bash", "-c", "echo why >&2; exit 3"], 20.0) == (3, "why\n")
+
+    class Begun(subprocess.Popen[str]):
+        def communicate(self, *arguments: Any, **keywords: Any) -> tuple[str, str]:
+            wait_until(lambda: child.exists() and child.read_text().endswith("\n"))
+            return super().communicate(*arguments, **keywords)
+
+    monkeypatch.setattr(subprocess, "Popen", Begun)
+    script = f"sleep 600 & echo $! > {child}; echo why >&2; wait"
+    assert measuring._run(["bash", "-c", script], 0.0) == (None, "")
+    wait_until(lambda: not runs(int(child.read_text())))
+    assert measuring._run(["bash", "-c", "echo why >&2; exit 3"], SECONDS) == (3, "why\n")
 
 
 def test_a_run_that_fails_or_hangs_does_not_cost_the_page(
