@@ -221,7 +221,6 @@ def test_a_cache_that_is_dropped_is_collected_whatever_it_did_last() -> None:
         gc.collect()
         assert [ref() for ref in dropped] == [None] * 5, last
     wait_until(lambda: threads() <= before)  # one that has ended is listed a moment longer
-    assert threads() == before
 
 
 def test_a_closed_cache_leaves_no_address_space_whatever_the_worker_was_at() -> None:
