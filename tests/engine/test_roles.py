@@ -661,17 +661,24 @@ def test_an_engine_that_sleeps_takes_no_prompts(broker: brokers.Process) -> None
 
 
 @pytest.mark.parametrize("asleep", [0, 1])
-def test_prompts_go_to_an_engine_that_does_not_refuse_them(asleep: int, broker: brokers.Process) -> None:
+def test_prompts_go_to_an_engine_that_does_not_refuse_them(
+    asleep: int, broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that refuses has nothing to do, and would otherwise be asked first."""
+    monkeypatch.setattr(decoding, "PATIENCE", SECONDS)  # after which one that has refused is asked again
+    gate = threading.Event()
     with prefiller() as one, prefiller() as another, decoder(2) as second:
         first, other = (one, another) if asleep == 0 else (another, one)
         first.core.asleep = True  # as `sleep` has it
+        monkeypatch.setattr(other.core, "step", lambda step=other.core.step: gate.wait() and step())
         for number in range(8):
             second.add_request(f"{number}", {"prompt_token_ids": [5 + number, *PROMPT]}, GREEDY)
-            time.sleep(0.05)  # in which the first one says no
+            if number == 1:  # each of the two was asked once
+                wait_until(lambda: remote(second).lost)
+        gate.set()
         while second.has_unfinished():
             second.step()
-        assert remote(second).lost <= 1
+        assert remote(second).lost == 1
         assert other.core.figures.prompt_tokens >= 7 * len(PROMPT)
         first.core.asleep = False
 
