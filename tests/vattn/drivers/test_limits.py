@@ -19,6 +19,7 @@ pytestmark = target.host_only
 
 SETUP = """
 import os, resource, torch, vattn
+from pathlib import Path
 from vattn import _native
 
 def make(tokens=32768, **options):
@@ -161,11 +162,17 @@ def test_a_control_group_with_less_than_the_budget(tmp_path: Path) -> None:
     if not limit.exists():
         pytest.skip("this process is in no control group with a limit on memory")
     used = limit.with_name("memory.usage_in_bytes" if limit.name == "memory.limit_in_bytes" else "memory.current")
-    # Pages of files that nobody uses count as used, but are available.
-    stat = dict(line.split() for line in limit.with_name("memory.stat").read_text().splitlines())
-    cached = int(stat.get("total_inactive_file", stat["inactive_file"]))
-    (tmp_path / "limit").write_text(f"{int(used.read_text()) - cached + (1 << 30)}\n")
-    script = """
+    shown = tmp_path / "limit"
+    shown.touch()
+    script = f"""
+limit, used, shown = Path({str(limit)!r}), Path({str(used)!r}), Path({str(shown)!r})
+"""
+    # The limit is written when it is needed: what other processes of the group use changes.
+    script += """
+# Pages of files that nobody uses count as used, but are available.
+stat = dict(line.split() for line in limit.with_name("memory.stat").read_text().splitlines())
+cached = int(stat.get("total_inactive_file", stat["inactive_file"]))
+shown.write_text(f"{int(used.read_text()) - cached + (1 << 30)}\\n")
 available = _native.available_memory()
 print(available.source, available.bytes)
 cache = make(memory_budget="8GiB", tokens=1 << 20)
@@ -177,7 +184,7 @@ except vattn.OutOfPages as error:
 assert 64 << 20 < _native.host_usage().physical_bytes < 3 << 30
 cache.check()
 """
-    mount = f'mount --bind {tmp_path / "limit"} {limit} && exec "$@"'
+    mount = f'mount --bind {shown} {limit} && exec "$@"'
     said = run(script, "unshare", "-m", "sh", "-c", mount, "sh")
     assert str(limit) in said.splitlines()[0]
     assert "the machine has no memory for another page" in said
