@@ -17,6 +17,9 @@ collect_ignore = ["browser", "clients"]  # each needs what `make dashboard-test`
 # Every engine checks its books whenever it becomes idle, those of servers in other processes too.
 os.environ["VATTN_CHECK"] = "1"
 
+# Nothing asks the network, and a proxy of the environment cannot reach servers on this machine.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
+
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)
 

@@ -15,6 +15,8 @@ os.environ |= {
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "no_proxy": "127.0.0.1,localhost,::1",
+    "NO_PROXY": "127.0.0.1,localhost,::1",
 }
 
 import httpx
