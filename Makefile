@@ -23,9 +23,9 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
 
-# A process per core, and one more for the time in which tests wait for processes of their own; each with one thread,
-# since two threads on two cores wait for each other under any other load.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
+# tests/conftest.py says how many processes; each has one thread, since two threads on two cores wait for each other under
+# any other load.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 test: $(VENV)/.dev
 	$(PYTEST)
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.backends import CACHING_KVS, GROWING_KVS, KVS, MAIN_GROWING_KVS, MAIN_KVS
 from tests.support.effort import LONG
+from vattn.cores import cores
 
 collect_ignore = ["browser", "clients"]  # each needs what `make dashboard-test` and `make clients` install
 
@@ -22,6 +23,12 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
 
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_auto_num_workers() -> int:
+    """With `-n auto` a process per core, and one more for the time in which tests wait for processes of their own."""
+    return cores() + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
