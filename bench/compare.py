@@ -104,7 +104,10 @@ def read(what: str) -> By:
 
 def _of_commit(commit: str) -> dict[Path, str]:
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise ValueError(f"{commit!r} is no file, no folder and no commit: git is not installed") from None
         if done.returncode:
             raise ValueError(f"{commit!r} is no file, no folder and no commit: {done.stderr.strip()}")
         return done.stdout

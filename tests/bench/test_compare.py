@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -123,9 +125,7 @@ def test_records_that_say_nothing_about_each_other(changed: dict[str, Any], mess
         changes(_record(), _record(**changed))
 
 
-def test_the_command_compares_files_folders_and_commits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_compares_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for side, factor in (("a", 1.0), ("b", 1.5)):
         folder = tmp_path / side / "here"
         folder.mkdir(parents=True)
@@ -147,19 +147,36 @@ def test_the_command_compares_files_folders_and_commits(
     (tmp_path / "b" / "here" / "decode.json").write_text(json.dumps(_record()))
     assert main(["compare", a, b]) == 2, "nothing got worse, as far as it can be compared"
     assert "0 columns got worse by more than 5 %; 1 of 2 records could not be compared" in capsys.readouterr().out
-    (tmp_path / "b" / "here" / "decode.json").write_text(json.dumps(_scaled(_record(), step_ms=1.5)))
-    # A repository of two commits.
-    for side, commit in (("a", "one"), ("b", "two")):
-        target = tmp_path / "project" / "bench" / "results" / "here"
-        target.mkdir(parents=True, exist_ok=True)
-        (target / "decode.json").write_bytes((tmp_path / side / "here" / "decode.json").read_bytes())
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_command_compares_commits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With git as it is where nobody has settings: a user's may have commits signed, or name another repository."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    target = tmp_path / "bench" / "results" / "here"
+    target.mkdir(parents=True)
+    for commit, factor in (("one", 1.0), ("two", 1.5)):
+        (target / "decode.json").write_text(json.dumps(_scaled(_record(), step_ms=factor)))
         for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", commit], ["tag", commit]):
             options = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-            subprocess.run(["git", *options, *command], cwd=tmp_path / "project", check=True)
-    monkeypatch.setattr("bench.compare._ROOT", tmp_path / "project")
+            subprocess.run(["git", *options, *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr("bench.compare._ROOT", tmp_path)
     assert main(["compare", "one", "two"]) == 1
     assert main(["compare", "one", "one"]) == 0
     assert "the same record" in capsys.readouterr().out
+
+
+def test_the_command_knows_no_commits_without_git(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["compare", "HEAD", "HEAD"]) == 2
+    assert "'HEAD' is no file, no folder and no commit: git is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -704,7 +704,8 @@ def test_a_store_has_no_more_bytes_than_its_size(path: Path) -> None:
 
 
 def test_a_folder_that_others_can_enter_is_refused(path: Path) -> None:
-    path.mkdir(mode=0o755)
+    path.mkdir()
+    path.chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
         make_llm(make_model("llama"), path)
 

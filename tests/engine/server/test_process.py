@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -581,7 +582,9 @@ def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Files of a private key, and of a certificate that it signs."""
+    """Files of a private key, and of a certificate that it signs; a test that needs them is skipped without openssl."""
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl")
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = (
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
