@@ -331,6 +331,20 @@ class OwnDirectory(Directory):
         """Has nobody find a block any more; who has it pinned keeps it. Its pages stay as they are until `remove`."""
         self._erase(os.pread(self._file, KEY_BYTES, self._at(number)), number)
 
+    def show(self, number: int, key: bytes) -> None:
+        """Undoes `hide` of an entry with this key, unless that was withdrawn, or another one is found by it."""
+        entry, place = self.read(number), self._place(key, bytes(KEY_BYTES))
+        if entry is not None and entry.key == key and place is not None and self.find(key) is None:
+            os.pwrite(self._file, key + _NUMBER.pack(number), place)
+
+    def removed_tokens(self, number: int, key: bytes) -> array[int] | None:
+        """The token ids of an entry with this key that was removed; None once another block has its place."""
+        data = os.pread(self._file, self.shape.entry_bytes, self._at(number))
+        body = key + data[KEY_BYTES : self._body]
+        if data[self._body :] != _checksum(body):
+            return None
+        return array("q", body[KEY_BYTES:])[1 : 1 + self.shape.block_tokens]
+
     def withdraw(self, number: int) -> None:
         """`hide`, because the block is wrong: who has it pinned learns that."""
         entry = self.read(number)

@@ -118,6 +118,7 @@ class SharedBlocks:
         block_pages: pages per block.
         index: the published blocks.
         shares: what other processes have of them, and this one of theirs; None without any.
+        restored: blocks that came back when a call failed that had evicted them: others may not find them any more.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class SharedBlocks:
         self.block_pages = band.pages(band.block_tokens)
         self.index: PrefixIndex[PageBlock] = PrefixIndex()
         self.shares: Shares | None = None
+        self.restored = set[PageBlock]()
         self._slots = [SlotBlocks() for _ in range(slots)]
         self._pool = pool
         self._spaces = spaces
@@ -462,6 +464,8 @@ class SharedBlocks:
 
     def _restore(self, block: PageBlock) -> None:
         """Undoes `evict`: puts a block back into the index, under an unfindable key if its own is taken by then."""
+        if self.shares is not None and not block.foreign:
+            self.restored.add(block)
         if not block.published and not self.index.put_back(block):
             block.key = os.urandom(KEY_BYTES)
             self.index.put_back(block)

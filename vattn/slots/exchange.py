@@ -169,10 +169,12 @@ class Exchange(Decisions):
     @property
     def waits(self) -> bool:
         """Whether there is something to publish."""
-        return bool(self._offers)
+        return bool(self._offers or self._band.shared.restored)
 
     def publish(self) -> None:
         """Publishes some of what was offered."""
+        if self._band.shared.restored:
+            self._offer_restored()
         for _ in range(min(_TOGETHER, len(self._offers))):
             block, tokens = self._offers[0]
             if block.published and block.entry is None:
@@ -180,6 +182,19 @@ class Exchange(Decisions):
                 if entry is not None:
                     self._published[entry] = block
             self._offers.popleft()  # now that it is done: `waits` is asked meanwhile
+
+    def _offer_restored(self) -> None:
+        """Has others find again what a call had evicted that failed."""
+        restored, directory = self._band.shared.restored, self._shares.directory
+        entries = [] if self._stopped else [*self._published.items()]
+        for number, block in entries:
+            if block not in restored or not block.published or block.key is None:
+                continue
+            if block.entry == number:
+                directory.show(number, block.key)
+            elif block.entry is None and (tokens := directory.removed_tokens(number, block.key)) is not None:
+                self._offers.append((block, tokens))
+        self._band.shared.restored = set()  # now that they are offered: `waits` is asked meanwhile
 
     def tend(self) -> None:
         """Gives others' blocks back that nobody uses, and takes back what others do not use."""

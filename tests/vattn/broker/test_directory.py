@@ -190,6 +190,38 @@ def test_a_hidden_block_is_looked_for_no_more_and_stays_what_it_is(mine: OwnDire
         assert other.find(key(1)) == again
 
 
+def test_a_hidden_block_is_shown_again_unless_it_was_withdrawn_or_another_has_its_key(mine: OwnDirectory) -> None:
+    numbers = [mine.add(key(i), TOKENS, [0, PAGE]) for i in range(1, 4)]
+    hidden, withdrawn, replaced = (number for number in numbers if number is not None)
+    with reader(mine) as other:
+        for number in (hidden, withdrawn, replaced):
+            mine.hide(number)
+        mine.withdraw(withdrawn)
+        again = mine.add(key(3), TOKENS, [2 * PAGE, 3 * PAGE])
+        for i, number in enumerate((hidden, withdrawn, replaced), 1):
+            mine.show(number, key(i))
+            mine.show(number, key(i))
+        assert [other.find(key(i)) for i in range(1, 4)] == [hidden, None, again]
+        for number in (hidden, withdrawn, replaced):
+            assert mine.remove(number)
+        assert [other.find(key(i)) for i in range(1, 4)] == [None, None, again]
+
+
+def test_the_tokens_of_a_removed_block_stay_until_another_has_its_place(mine: OwnDirectory) -> None:
+    number, other = (mine.add(key(i), TOKENS, [0, PAGE]) for i in range(1, 3))
+    assert number is not None
+    assert other is not None
+    mine.remove(number)
+    mine.withdraw(other)
+    mine.remove(other)
+    assert mine.removed_tokens(number, key(1)) == array("q", TOKENS)
+    assert mine.removed_tokens(number, key(2)) is None
+    assert mine.removed_tokens(other, key(2)) is None  # it was wrong
+    while mine.add(key(3), TOKENS, [0, PAGE]) != number:
+        pass
+    assert mine.removed_tokens(number, key(1)) is None
+
+
 def test_a_withdrawn_block_is_found_no_more_and_stays_pinned(mine: OwnDirectory) -> None:
     number = mine.add(key(1), TOKENS, [0, PAGE])
     assert number is not None

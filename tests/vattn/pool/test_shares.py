@@ -29,6 +29,7 @@ from vattn.pool.journal import Change
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Shares
 from vattn.prefix import block_keys, root_key
+from vattn.slots.blocks import PageBlock, SharedBlocks
 
 pytestmark = pytest.mark.slow(1)
 
@@ -454,13 +455,57 @@ def test_its_owner_keeps_what_others_have_mapped_and_gets_back_what_nobody_has(b
         assert b.says(slot, PROMPT[: 10 * BLOCK])
         a.kv.check()
         b.kv.check()
-        assert sum(1 for _ in a.shares.directory.entries()) == 10  # nobody had the others
+        wait_until(lambda: sum(1 for _ in a.shares.directory.entries()) == 20)  # also those that nobody had
         b.kv.free_reqid(slot)
         wait_until(lambda: not b.shares.foreign_pages)
         b.kv.trim()
         a.kv.step({big: (PAGES - 20) // 2 * BLOCK})
         a.kv.check()
         assert broker.problems() == []
+
+
+@pytest.mark.parametrize("mapped", [0, 10])
+@pytest.mark.parametrize("how", ["step", "evict_prefixes"])
+def test_what_a_call_that_fails_would_have_evicted_is_found_again(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, mapped: int, how: str
+) -> None:
+    """Whether others have it mapped, so that it is hidden, or not."""
+    with engines("a", "b", "c") as (a, b, c):
+        a.kv.free_reqid(a.publish(PROMPT))
+        b.meets(2)
+        c.meets(2)
+        first, _ = c.compute([*PROMPT[: mapped * BLOCK], 1])
+        before = a.shares.directory.read(0)
+        if how == "step":
+            slot = a.kv.alloc_reqid()
+            with pytest.raises(vattn.OutOfPages):
+                a.kv.step({slot: PAGES * BLOCK})
+        else:
+            evict = SharedBlocks.evict
+
+            def fails(self: SharedBlocks, change: Change, block: PageBlock) -> None:
+                evict(self, change, block)
+                if not len(self.index):
+                    raise vattn.VattnError("no")
+
+            monkeypatch.setattr(SharedBlocks, "evict", fails)
+            with pytest.raises(vattn.VattnError):
+                a.kv.evict_prefixes()
+            monkeypatch.undo()
+        assert a.kv.find_prefix([*PROMPT, 1]) == len(PROMPT)
+        wait_until(lambda: not a.pool.publishing)
+        slot, cached = b.compute([*PROMPT, 2])
+        assert cached == len(PROMPT)
+        assert b.says(slot, PROMPT)
+        assert c.says(first, PROMPT[: mapped * BLOCK])
+        entry = a.shares.directory.read(0)
+        assert (entry == before) == (mapped > 0)  # published anew unless it was there all the time
+        for each in (a, b, c):
+            each.kv.check()
+        assert broker.problems() == []
+        a.kv.evict_prefixes()
+        assert not a.shares.hidden_keys.isdisjoint(block_keys(root_key(b""), PROMPT, BLOCK))
+        a.kv.check()
 
 
 def test_what_others_have_mapped_takes_no_memory_from_the_owners_slots(broker: brokers.Process) -> None:
