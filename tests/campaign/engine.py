@@ -235,6 +235,7 @@ class World:
             memory = request * rng.randint(1, 4)
         if rng.random() < (0.4 if kv == "virtual" else 0.2):  # it reserves memory, which layers with a window may lose
             options["scheduling"] = "static"
+            options["scheduling_policy"] = "fcfs"  # the only one there
             options.pop("speculative_config", None)
             options.pop("long_prefill_token_threshold")
             memory = max(memory, 2 * request)
