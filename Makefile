@@ -26,8 +26,10 @@ demo: $(VENV)/.installed
 # tests/conftest.py says how many processes; each has one thread, since two threads on two cores wait for each other under
 # any other load.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+# A test that never ends fails, and its process shows where each of its threads is. Waits within tests give up before it.
+LIMIT := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 test: $(VENV)/.dev
-	$(PYTEST)
+	$(PYTEST) $(LIMIT)
 
 # The same in its long form: everything that `make test` proves in a shorter one (an hour or two on two cores).
 check-long: $(VENV)/.dev
@@ -35,7 +37,7 @@ check-long: $(VENV)/.dev
 
 # While developing: all but the slow tests.
 test-fast: $(VENV)/.dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) $(LIMIT) -m "not slow"
 
 # The dashboard and the report in headless Chromium, which has to be on PATH or named by CHROMIUM; no part of `make test`.
 dashboard-test: $(VENV)/.dev

@@ -65,13 +65,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def hold(llm: LLM) -> threading.Event:
     """The engine does no step until the event is set."""
-    step, event = llm.step, threading.Event()
+    step, event = llm.core.step, threading.Event()
 
     def waiting() -> list[RequestOutput]:
-        event.wait()
+        assert event.wait(SECONDS)
         return step()
 
-    llm.step = waiting  # type: ignore[method-assign]
+    llm.core.step = waiting  # type: ignore[method-assign]
     return event
 
 

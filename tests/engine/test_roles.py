@@ -342,7 +342,7 @@ def test_others_go_on_while_a_prompt_is_computed(broker: brokers.Process, monkey
     with prefiller() as first, decoder() as second:
         gate = threading.Event()
         step = first.core.step
-        monkeypatch.setattr(first.core, "step", lambda: gate.wait() and step())
+        monkeypatch.setattr(first.core, "step", lambda: gate.wait(SECONDS) and step())
         second.add_request("long", {"prompt_token_ids": PROMPT}, GREEDY)
         second.add_request("short", {"prompt_token_ids": SHORT}, GREEDY)
         ended: dict[str, list[int]] = {}
@@ -363,7 +363,7 @@ def test_other_completions_wait_for_the_prompt_that_another_computes(
     with prefiller() as first, decoder(on_step=lambda record: computed.append(record.prefill_tokens)) as second:
         gate = threading.Event()
         step = first.core.step
-        monkeypatch.setattr(first.core, "step", lambda: gate.wait() and step())
+        monkeypatch.setattr(first.core, "step", lambda: gate.wait(SECONDS) and step())
         computed.clear()
         second.add_request("x", {"prompt_token_ids": PROMPT}, SamplingParams(n=2, temperature=1.0, max_tokens=4))
         outputs = second.step()
@@ -639,7 +639,7 @@ def test_prompts_go_to_the_engine_that_has_least_to_do(
     with prefiller() as one, prefiller() as two, decoder(2) as second:
         gate = threading.Event()
         for each in (one, two):
-            monkeypatch.setattr(each.core, "step", lambda step=each.core.step: gate.wait() and step())
+            monkeypatch.setattr(each.core, "step", lambda step=each.core.step: gate.wait(SECONDS) and step())
         for number, prompt in enumerate(prompts):
             second.add_request(str(number), {"prompt_token_ids": prompt}, GREEDY)
         gate.set()
@@ -670,7 +670,7 @@ def test_prompts_go_to_an_engine_that_does_not_refuse_them(
     with prefiller() as one, prefiller() as another, decoder(2) as second:
         first, other = (one, another) if asleep == 0 else (another, one)
         first.core.asleep = True  # as `sleep` has it
-        monkeypatch.setattr(other.core, "step", lambda step=other.core.step: gate.wait() and step())
+        monkeypatch.setattr(other.core, "step", lambda step=other.core.step: gate.wait(SECONDS) and step())
         for number in range(8):
             second.add_request(f"{number}", {"prompt_token_ids": [5 + number, *PROMPT]}, GREEDY)
             if number == 1:  # each of the two was asked once
@@ -722,6 +722,7 @@ def test_who_says_what_is_no_message_disturbs_nobody(broker: brokers.Process, da
     with prefiller() as first, decoder() as second:
         (path,) = places.prefillers(brokers.NAME, first.core.kv.sharing or b"")
         with socket.socket(socket.AF_UNIX) as liar:
+            liar.settimeout(SECONDS)
             liar.connect(str(path))
             liar.sendall(data)
             liar.shutdown(socket.SHUT_WR)
@@ -736,10 +737,10 @@ def test_who_says_what_is_no_message_disturbs_nobody(broker: brokers.Process, da
 def test_a_prefiller_that_lies_is_left_alone(broker: brokers.Process, data: bytes) -> None:
     with make_llm(role="decode") as second:
         path = places.prefiller_path(brokers.NAME, second.core.kv.sharing or b"")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen()
+        with prefilling._listen(path) as listener:
+            listener.settimeout(SECONDS)
             connection, _ = listener.accept()
+            connection.settimeout(SECONDS)
             wait_until(lambda: remote(second).prefillers == 1)
             second.add_request("long", {"prompt_token_ids": PROMPT}, GREEDY)
             connection.recv(17)
