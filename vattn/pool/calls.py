@@ -104,16 +104,19 @@ class Calls(ABC):
                     check()
                     self.enter()
                     call = self.call = Call()
+                    caught_up = False
                     try:
                         self._catch_up()
+                        caught_up = True
                         result = body()
                         done, self.call = call, None
                         return result
                     except BaseException as error:
                         call.failed = True
                         self._recover(error)
-                        # Finalisers may have given back what was missing in the meantime.
-                        lacking = isinstance(error, OutOfPages | NoFreeSlot)
+                        # Finalisers may have given back what was missing in the meantime. What cannot be given back
+                        # would fail again.
+                        lacking = caught_up and isinstance(error, OutOfPages | NoFreeSlot)
                         if not (lacking and (self._chores or self._has_leftovers())):
                             raise
         except BaseException:

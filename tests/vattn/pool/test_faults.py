@@ -161,6 +161,21 @@ def test_the_mapping_limit_names_the_limit_and_what_to_change(call: str) -> None
     setup.close()
 
 
+def test_a_dropped_cache_that_cannot_be_unmapped_is_an_error_of_the_next_call(setup: Setup) -> None:
+    """Once: to try again at once would fail again, for ever."""
+    dropped = vattn.KVCache(setup.config, pool=setup.pool)
+    dropped.step({dropped.alloc_reqid(): 64})
+    setup.table.fail_always("cuMemUnmap", code=2)
+    del dropped
+    gc.collect()
+    with pytest.raises(vattn.MappingLimit):
+        setup.cache.alloc_reqid()
+    setup.table.heal()
+    setup.cache.alloc_reqid()
+    setup.check()
+    assert setup.pool.free_pages == setup.pool.total_pages
+
+
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap"])
 def test_where_the_machine_has_no_more_parked_pages_give_way(setup: Setup, call: str) -> None:
     first, second = setup.cache.alloc_reqid(), setup.cache.alloc_reqid()
