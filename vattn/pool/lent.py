@@ -269,8 +269,13 @@ class LentCore(Core):
         if not self.lock.acquire(timeout=_LOCK):
             return True
         try:
-            if not self.usable or not self.settled:
+            if not self.usable:
                 return False
+            if not self.settled:  # growth ahead of need that failed, say; there may be no other call for long
+                with contextlib.suppress(VattnError):
+                    self.atomically(lambda: None)
+                if not self.settled:
+                    return False
             while self._met:
                 self.shares.meet(*self._met.popleft())
             if due:

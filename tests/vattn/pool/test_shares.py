@@ -187,6 +187,17 @@ def test_a_pool_is_publishing_until_the_last_block_is_there(
         assert said == [True] * 20
 
 
+def test_a_pool_ends_publishing_without_a_call_that_does_what_was_deferred(broker: brokers.Process) -> None:
+    with Engine("a") as a:
+        core = a.pool._core
+        with core.lock:
+            a.compute(PROMPT)
+            core.postpone(lambda: None)
+            assert not core.settled
+        wait_until(lambda: not a.pool.publishing)
+        assert core.settled
+
+
 @pytest.mark.parametrize("error", [OSError, RuntimeError, vattn.VattnError])
 def test_what_fails_while_prefixes_are_looked_after_is_done_again(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception]
