@@ -505,7 +505,7 @@ Result cuCtxSynchronize() {
 }
 
 Result cuThreadExchangeStreamCaptureMode(unsigned* mode) {
-  ENTER("cuThreadExchangeStreamCaptureMode", *mode);
+  ENTER_CONTEXT("cuThreadExchangeStreamCaptureMode", *mode);
   NEEDS(*mode <= kCaptureRelaxed, "no such mode");
   std::swap(*mode, capture_mode);
   return kSuccess;

@@ -51,11 +51,11 @@ def virtual(
     return VirtualKV(config)
 
 
-def aged(slots: int, tokens: int, *, layers: int = 1) -> VirtualKV:
+def aged(slots: int, tokens: int, *, layers: int = 1, layout: str = "auto") -> VirtualKV:
     """A virtual cache whose pages are in use in another order than they were created in, as in a server after a while:
     all slots have grown page by page, in random order, and their pages wait for the next requests.
     """
-    kv = virtual(slots, tokens, layers=layers)
+    kv = virtual(slots, tokens, layers=layers, layout=layout)
     page = kv.cache.layout.page_tokens
     lengths = dict.fromkeys((kv.allocate(1) for _ in range(slots)), 0)
     growing = [slot for slot in lengths for _ in range(-(-tokens // page))]

@@ -14,6 +14,7 @@ from tests.support.waiting import SECONDS
 from vattn.engine import LLM, SamplingParams
 
 DEVICE = "cuda"
+NEEDED = "fastapi", "httptools", "prometheus_client", "pydantic", "uvicorn"  # by a server
 PROMPTS = ["The memory of a request", "Pages", "A kernel reads contiguous rows. " * 40]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -35,7 +36,7 @@ def test_a_path_is_loaded_to_the_device(expected: list[str]) -> None:
     assert texts() == expected
 
 
-@pytest.mark.skipif(find_spec("uvicorn") is None, reason="uvicorn is not installed")
+@pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")
 def test_a_server(expected: list[str]) -> None:
     with servers.running({"dtype": "float32", "memory_budget": "256MiB"}) as server:
         asked = {"model": "tiny", "temperature": 0, "max_tokens": 24, "ignore_eos": True}

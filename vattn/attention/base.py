@@ -16,7 +16,7 @@ from torch import Tensor
 from vattn.attention.batch import Group, PackedBatch, Span
 from vattn.attention.stored import Blocks, Contiguous
 from vattn.errors import ConfigError
-from vattn.integers import as_real, shown
+from vattn.integers import as_int, as_real, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AttentionParams:
         sinks: `[num_query_heads]` logits that take part in each softmax and add nothing to its sum; None for none.
 
     Raises:
-        ConfigError: `softcap` is no positive number of float32's range.
+        ConfigError: `softcap` is no positive number of float32's range, or `window` no whole number from 1 on.
     """
 
     scale: float | None = None
@@ -40,6 +40,7 @@ class AttentionParams:
 
     def __post_init__(self) -> None:
         check_softcap(self.softcap)
+        check_window(self.window)
 
     def first_key(self, span: Span) -> int:
         """The first key that any query of `span` can see."""
@@ -80,6 +81,23 @@ def check_softcap(softcap: object) -> float | None:
             "bound"
         )
     return bound
+
+
+def check_window(window: object) -> int | None:
+    """Refuses a window that hides every key, of which each kernel would make something else; returns any other.
+
+    Raises:
+        ConfigError: it is no whole number from 1 on.
+    """
+    if window is None:
+        return None
+    try:
+        width = as_int(window)
+    except TypeError as error:
+        raise ConfigError(f"window: {error}; give a whole number from 1 on, or None") from None
+    if width < 1:
+        raise ConfigError(f"window={shown(width)} hides every key; give 1 or more, or None")
+    return width
 
 
 # The unit in which a kernel must read the cache: one request (`KVSource.read`) or a whole layer (`whole_layer`).

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from vattn import cpu
-from vattn.attention.base import check_softcap
+from vattn.attention.base import check_softcap, check_window
 from vattn.errors import ConfigError
-from vattn.integers import as_int, as_real, shown
+from vattn.integers import as_real, shown
 
 
 def attend(
@@ -85,7 +85,7 @@ def attend(
             scales=pair,
             scale=_checked_scale(scale),
             softcap=check_softcap(softcap),
-            window=_checked_window(window),
+            window=check_window(window),
             sinks=sinks,
             out=out,
         )
@@ -143,18 +143,6 @@ def _checked_scale(scale: object) -> float | None:
             f"scale={shown(scale)}; give a finite number of float32's range, or None for head_dim ** -0.5"
         )
     return factor
-
-
-def _checked_window(window: object) -> int | None:
-    if window is None:
-        return None
-    try:
-        width = as_int(window)
-    except TypeError as error:
-        raise ConfigError(f"window: {error}; give a whole number from 1 on, or None") from None
-    if width < 1:
-        raise ConfigError(f"window={shown(width)} hides every key; give 1 or more, or None")
-    return width
 
 
 def _check_shapes(

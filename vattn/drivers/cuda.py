@@ -235,13 +235,16 @@ class CudaDevice(Device):
         """
         cuda = self._cuda
         relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before, mode = call(cuda.cuCtxGetCurrent), call(cuda.cuThreadExchangeStreamCaptureMode, relaxed)
+        before = call(cuda.cuCtxGetCurrent)
+        call(cuda.cuCtxSetCurrent, self._context)
         try:
-            call(cuda.cuCtxSetCurrent, self._context)
-            yield
+            mode = call(cuda.cuThreadExchangeStreamCaptureMode, relaxed)
+            try:
+                yield
+            finally:
+                call(cuda.cuThreadExchangeStreamCaptureMode, mode)
         finally:
             call(cuda.cuCtxSetCurrent, before)
-            call(cuda.cuThreadExchangeStreamCaptureMode, mode)
 
 
 def find(device: torch.device) -> CudaDevice:

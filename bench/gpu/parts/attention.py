@@ -85,9 +85,12 @@ _PREFILL = [
 _QUICK = [Work(4, 1, 512), Work(3, 1, 300, "ragged"), Work(3, 1, 300, "shared"), Work(1, 300, 512)]
 
 SMALL_BLOCKS = "paged, blocks of 16"
+# The layout that a model of many layers gets: with one or two, as here, "auto" takes another one.
+_LAYOUT = "sliced"
 MAKE: dict[str, Callable[..., Any]] = {
     **CACHES,
-    "virtual, aged": caches.aged,
+    "virtual": partial(caches.virtual, layout=_LAYOUT),
+    "virtual, aged": partial(caches.aged, layout=_LAYOUT),
     "static again": caches.static,
     SMALL_BLOCKS: partial(caches.paged, block_size=16),
 }

@@ -71,7 +71,7 @@ def narrow_numbers() -> None:
 
 @mutation("decode", "a window may be any number", "attention")
 def any_window() -> None:
-    plain._checked_window = lambda window: window  # type: ignore[assignment,return-value]
+    plain.check_window = lambda window: window  # type: ignore[assignment,return-value]
 
 
 @mutation("decode", "a scale may be any number", "attention")

@@ -286,6 +286,7 @@ def test_the_callers_context_stays_current(stub: Stub) -> None:
         library.cuCtxGetCurrent(ctypes.byref(now))
         assert now.value == context
     mode = ctypes.c_uint(0)
+    library.cuCtxSetCurrent(ctypes.c_void_p(mine))
     library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     assert mode.value == 0
 
