@@ -7,6 +7,7 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl  # in a fork, to load it could wait for a lock of the loader that another thread held
 
 
 def end_with(parent: int) -> None:
@@ -14,6 +15,6 @@ def end_with(parent: int) -> None:
 
     `partial(end_with, os.getpid())` is the `preexec_fn` of a subprocess. What that starts needs its own.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(128 + signal.SIGKILL)

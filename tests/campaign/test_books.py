@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import threading
 
 import torch
 
 import vattn
 from tests.campaign import books
+from tests.support import forks
+from tests.support.waiting import SECONDS
 
 
 def _cache() -> vattn.KVCache:
@@ -71,18 +75,17 @@ def test_descriptors_and_threads_are_seen() -> None:
 
 
 def test_another_process_can_be_read() -> None:
-    ready, go_on = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(ready[1], b"1")
-        os.read(go_on[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    there = books.read(pid)
-    os.write(go_on[1], b"1")
-    os.waitpid(pid, 0)
-    for end in (*ready, *go_on):
-        os.close(end)
-    assert there.threads == 1
-    assert there.files == there.page_bytes == there.reservations == 0
-    assert there.resident_bytes > 0
+    here, there = socket.socketpair()
+    here.settimeout(SECONDS)
+
+    def body() -> None:
+        there.send(b"1")
+        signal.pause()
+
+    with here, forks.running(body) as child:
+        there.close()
+        assert here.recv(1)
+        found = books.read(child)
+    assert found.threads == 1
+    assert found.files == found.page_bytes == found.reservations == 0
+    assert found.resident_bytes > 0

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.engine.test_shared_prefixes import MAX_TOKENS, MIB, PROMPT, make_llm, meet, run, shares
-from tests.support import brokers, scripts
+from tests.support import brokers, forks, scripts
 from tests.support.tiny_models import expected, make_prompts
 from tests.support.waiting import SECONDS, wait_until
 from vattn.broker import places
@@ -505,13 +505,7 @@ def test_a_child_of_an_engine_that_decodes_has_no_connection(broker: brokers.Pro
 
     with prefiller(), decoder():
         assert connected()
-        child = os.fork()
-        if not child:
-            try:
-                os._exit(len(connected()))
-            finally:
-                os._exit(99)
-        assert os.waitpid(child, 0)[1] == 0
+        assert forks.status(lambda: len(connected())) == 0
         assert connected()
 
 
@@ -523,10 +517,7 @@ def test_a_fork_leaves_the_sockets_of_its_parent_as_they_are(broker: brokers.Pro
         ends = [stack.enter_context(end) for end in socket.socketpair()]
         for end in ends:
             end.setblocking(True)
-        child = os.fork()
-        if not child:
-            os._exit(socket.getdefaulttimeout() != 30)
-        assert os.waitpid(child, 0)[1] == 0
+        assert forks.status(lambda: socket.getdefaulttimeout() != 30) == 0
         assert all(os.get_blocking(end.fileno()) for end in ends)
 
 

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import vattn
 from bench.gpu.parts.calls import PAPER
 from stub_cuda import Stub
-from tests.support import scripts
+from tests.support import forks, scripts
 from vattn import _native, drivers
 from vattn.config import resolve
 from vattn.doctor import doctor
@@ -365,20 +364,13 @@ def test_a_torch_without_cuda(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_fork_is_told_that_cuda_does_not_survive_it(stub: Stub) -> None:
     cache = vattn.KVCache(vattn.KVConfig(**BASE))
-    child = os.fork()
-    if child == 0:  # no pytest in here: report by exit code
-        code = 1
-        try:
-            for call in (lambda: cache.step({}), lambda: drivers.find("cuda")):
-                try:
-                    call()
-                except vattn.ForkedProcess as error:
-                    code = 0 if "spawn" in str(error) else 2
-                else:
-                    code = 3
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def child() -> None:
+        for call in (lambda: cache.step({}), lambda: drivers.find("cuda")):
+            with pytest.raises(vattn.ForkedProcess, match="spawn"):
+                call()
+
+    assert forks.status(child) == 0
     cache.check()
     cache.close()
 

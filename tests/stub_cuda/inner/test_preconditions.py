@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 
 import pytest
 
 from stub_cuda import Stub
+from tests.support import forks
 from tests.support.vmm_contract import PER_THREAD, READ_WRITE, Provider
 from tests.support.waiting import Background, wait_until
 
@@ -388,7 +388,4 @@ def test_what_an_event_covers(stub: Stub, vmm: Provider, blocking: bool) -> None
 
 
 def test_anything_in_a_fork(stub: Stub, vmm: Provider) -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if vmm.cuMemCreate(ctypes.c_uint64(), vmm.page, vmm.prop, 0) == 3 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert forks.status(lambda: vmm.cuMemCreate(ctypes.c_uint64(), vmm.page, vmm.prop, 0)) == 3

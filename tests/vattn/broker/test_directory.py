@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support import forks
 from tests.support.effort import effort
 from vattn.broker import directory as module
 from vattn.broker.directory import Directory, NoDirectory, OwnDirectory, Shape, read_only
@@ -568,8 +569,5 @@ def test_a_child_has_none_of_it_open(mine: OwnDirectory) -> None:
     assert number is not None
     with reader(mine) as other:
         other.pin(number)
-        child = os.fork()
-        if not child:
-            os._exit(not (mine.fileno() == other.fileno() == -1))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert forks.status(lambda: not (mine.fileno() == other.fileno() == -1)) == 0
         assert not mine.remove(number)

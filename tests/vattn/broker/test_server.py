@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import malformed
+from tests.support import forks, malformed
 from tests.support.effort import effort
 from tests.support.waiting import SECONDS, wait_until
 from vattn.broker import server
@@ -417,30 +417,31 @@ def test_what_is_left_by_a_process_that_ends_before_it_shares_is_taken_over(brok
     file = memory()
     os.ftruncate(file, 8 * PAGE)
     os.pwrite(file, b"published", 0)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
+    here, there = socket.socketpair()
+    here.settimeout(SECONDS)
+
+    def share() -> None:
         directory = OwnDirectory.make(Shape(b"f" * 32, PAGE, 16, 1, 8))
         directory.add(b"k" * 32, range(16), [0])
         peer = socket.socket(socket.AF_UNIX)
         peer.connect(str(broker.path))
         socket.send_fds(peer, [join(name="other", identity="other")], [file])
-        os.write(writing, bytes([directory.fileno()]))
+        there.send(bytes([directory.fileno()]))
         signal.pause()
-    ended = os.pidfd_open(child)
-    try:
-        shown = os.open(f"/proc/{child}/fd/{os.read(reading, 1)[0]}", os.O_RDWR)
+
+    with here, forks.running(share) as child:
+        there.close()
+        ended = os.pidfd_open(child)
+        shown = os.open(f"/proc/{child}/fd/{here.recv(1)[0]}", os.O_RDWR)
         wait_until(lambda: broker.turn(0) or [each.name for each in broker.books.accounts] == ["good", "other"])
         good.socket.sendall(wish(0))  # so that this connection is looked at first
-    finally:
         os.kill(child, signal.SIGKILL)
         wait_until(lambda: select.select([ended], [], [], 0)[0])
-    good.say(encode("orphan"), file, shown)
-    assert [each.name for each in broker.books.accounts] == ["good"]
-    assert broker.books.kept == PAGE
-    os.waitpid(child, 0)
+        good.say(encode("orphan"), file, shown)
+        assert [each.name for each in broker.books.accounts] == ["good"]
+        assert broker.books.kept == PAGE
     good.close()
-    for descriptor in (own, file, shown, ended, reading, writing):
+    for descriptor in (own, file, shown, ended):
         os.close(descriptor)
 
 

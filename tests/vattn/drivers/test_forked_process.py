@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import vattn
-from tests.support import target
-from tests.support.waiting import SECONDS, wait_until
+from tests.support import forks, target
+from tests.support.waiting import wait_until
 
 pytestmark = target.host_only
 
@@ -154,26 +155,14 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
         "KVCache.layer, the first time": lambda: shared_cache.layer(0)[0][0].sum(),
         "the close of a pool's member": shared_windows.close,
     }
+
+    def refused(call: Callable[[], object]) -> None:
+        with pytest.raises(vattn.ForkedProcess):
+            call()
+
     for name, call in calls.items():
-        assert status_in_child(call) == 0, name
+        assert forks.status(partial(refused, call)) == 0, name
     cache.check()
     windows.check()
     for each in (cache, windows, shared_cache, shared_windows, pool):
         each.close()
-
-
-def status_in_child(call: Callable[[], object]) -> int:
-    """0 if the call raises ForkedProcess in a forked child, else another exit status, or minus a signal's number."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(SECONDS)
-            call()
-        except vattn.ForkedProcess:
-            status = 0
-        except BaseException:
-            status = 2
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

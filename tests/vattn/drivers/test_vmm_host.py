@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+from tests.support import forks
 from tests.support.vmm_contract import Provider, VmmContract
 from vattn import _native
 
@@ -51,10 +52,7 @@ class TestHost(VmmContract):
             with vmm.exported(handle) as descriptor:
                 inode = os.fstat(descriptor).st_ino
             assert inode in _open_files()
-            child = os.fork()
-            if not child:
-                os._exit(inode in _open_files())
-            assert os.waitpid(child, 0)[1] == 0
+            assert forks.status(lambda: inode in _open_files()) == 0
 
 
 def _open_files() -> set[int]:

@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 import vattn
 from bench.harness.models import CACHE
-from tests.support import scripts, target
+from tests.support import forks, scripts, target
 from tests.support.tiny_models import make_model, make_prompts
 from vattn.pool import shared as shared_pool
 
@@ -307,19 +307,19 @@ def test_a_copy_does_not_go_back_to_what_was_not_copied(way: str) -> None:
 def in_child(action: Callable[[], object]) -> str:
     """What an action does in a fork of this process: "done", an exception's name, or a signal."""
     read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def tell() -> None:
         try:
             action()
             result = "done"
         except BaseException as error:
             result = type(error).__name__
         os.write(write, result.encode())
-        os._exit(0)
-    os.close(write)
-    _, status = os.waitpid(pid, 0)
-    with os.fdopen(read) as pipe:
-        return pipe.read() or f"signal {status & 127}"
+
+    with os.fdopen(read) as told:
+        with os.fdopen(write):
+            status = forks.status(tell)
+        return told.read() or f"signal {-status}"
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

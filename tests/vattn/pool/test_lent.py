@@ -20,7 +20,7 @@ import torch
 
 import vattn
 from tests.campaign import borrowing
-from tests.support import brokers, scripts
+from tests.support import brokers, forks, scripts
 from tests.support.effort import effort
 from tests.support.target import DEVICE, host_only
 from tests.support.waiting import SECONDS, Background, wait_until
@@ -655,11 +655,8 @@ def test_a_child_that_is_forked_while_a_borrower_joins_keeps_nothing(
     monkeypatch.setattr(socket, "send_fds", send)
     joining = Background(lambda: connect("a").close())
     assert made.wait(SECONDS)
-    child = os.fork()
-    if not child:
-        os._exit(any(now > was for now, was in zip(kept(), before, strict=True)))
+    status = forks.status(lambda: any(now > was for now, was in zip(kept(), before, strict=True)))
     forked.set()
-    status = os.waitpid(child, 0)[1]
     joining.finish()
     assert status == 0
 
@@ -682,15 +679,13 @@ def test_a_child_is_no_borrower_and_keeps_nothing_of_the_parents(broker: brokers
     with cache(pool) as kv:
         slot = kv.alloc_reqid()
         kv.step({slot: pages(8)})
-        child = os.fork()
-        if not child:
-            try:
+
+        def child() -> int:
+            with pytest.raises(vattn.ForkedProcess):
                 kv.step({slot: pages(9)})
-            except vattn.ForkedProcess:
-                os._exit(bool(_open("memfd:vattn") or _open("eventfd")))
-            finally:
-                os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+            return bool(_open("memfd:vattn") or _open("eventfd"))
+
+        assert forks.status(child) == 0
         kv.step({slot: pages(60)})
         assert broker.problems() == []
     pool.close()
@@ -699,23 +694,23 @@ def test_a_child_is_no_borrower_and_keeps_nothing_of_the_parents(broker: brokers
 @host_only
 def test_a_child_has_a_pool_of_its_own_after_it_has_dropped_its_parents(broker: brokers.Process) -> None:
     """Both have a first file of memory, under the same number."""
-    kv = cache(connect("a"))
+    pool = connect("a")
+    kv = cache(pool)
     kv.step({kv.alloc_reqid(): pages(8)})
     wait_until(lambda: (broker.borrower("a") or {})["owned"])  # its thread has said so, and has the pool no more
-    child = os.fork()
-    if not child:
-        try:
-            own = cache(connect("b"))
-            del kv
-            gc.collect()
-            own.step({own.alloc_reqid(): pages(8)})
-            own.check()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def child() -> None:
+        nonlocal pool, kv
+        own = cache(connect("b"))
+        del pool, kv
+        gc.collect()
+        own.step({own.alloc_reqid(): pages(8)})
+        own.check()
+
+    assert forks.status(child) == 0
     kv.check()
     kv.close()
+    pool.close()
 
 
 def test_a_folder_for_pools_that_cannot_be_is_a_wrong_configuration(

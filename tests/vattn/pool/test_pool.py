@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vattn
-from tests.support import scripts
+from tests.support import forks, scripts
 from tests.support.faults import FaultyTable
 from tests.support.target import DEVICE, host_only
 from vattn import drivers
@@ -137,23 +137,17 @@ def test_a_fork_is_refused_and_the_child_can_make_its_own() -> None:
     cache.step({reqid: 100})
     k, _ = cache.layer(0)
     k[reqid, :100] = 3
-    child = os.fork()
-    if child == 0:  # no pytest in here: report by exit code
-        code = 1
-        try:
-            try:
-                cache.step({reqid: 101})
-            except vattn.ForkedProcess as error:
-                code = 0 if "spawn" in str(error) else 2
-            with vattn.KVCache(cache.config) as own:
-                other = own.alloc_reqid()
-                own.step({other: 64})
-                own.check()
-                own.layer(0)[0][other, :64] = 1
-        except BaseException:
-            code = 3
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def child() -> None:
+        with pytest.raises(vattn.ForkedProcess, match="spawn"):
+            cache.step({reqid: 101})
+        with vattn.KVCache(cache.config) as own:
+            other = own.alloc_reqid()
+            own.step({other: 64})
+            own.check()
+            own.layer(0)[0][other, :64] = 1
+
+    assert forks.status(child) == 0
     assert (k[reqid, :100] == 3).all()
     cache.check()
     cache.close()

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import vattn
-from tests.support import brokers, scripts
+from tests.support import brokers, forks, scripts
 from tests.support.effort import effort
 from tests.support.waiting import wait_until
 from vattn.broker.directory import Directory, OwnDirectory
@@ -279,10 +279,7 @@ def test_shared_pages_cannot_be_written(broker: brokers.Process) -> None:
     with publisher(), Engine("b") as b:
         b.meets()
         slot, _ = b.compute([*PROMPT, 1])
-        child = os.fork()
-        if not child:
-            os._exit(0)  # a child has none of it, and takes none with it
-        os.waitpid(child, 0)
+        assert forks.status(lambda: 0) == 0  # a child has none of it, and takes none with it
         for peer in b.shares.peers:
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.pwrite(peer.directory.fileno(), b"x", 0)
