@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Protocol
 
-from tests.campaign.isolation import alive, die_with_parent, stacks_of
+from tests.campaign.isolation import alive, stacks_of
 from tests.campaign.play import Played
+from tests.support.forks import die_with_parent
 
 PATIENCE = 45.0  # seconds without an answer, beyond what anything takes on a busy machine
 _TEXT = 4096  # bytes of what a process has said, in a finding

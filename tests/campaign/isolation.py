@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.support.forks import die_with_parent
 
 Send = Callable[[Any], None]
 
@@ -75,11 +76,6 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
         raise Ended(f"crash ({signal.Signals(os.WTERMSIG(status)).name})")
     if code := os.waitstatus_to_exitcode(status):
         raise Ended("crash", f"exit status {code}")
-
-
-def die_with_parent() -> None:
-    """Ends this process when the one that forked it has ended, whatever ended that."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _child(work: Callable[[Send], None], write: int) -> int:

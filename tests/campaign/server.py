@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.campaign.attacks import SECRET, Attack, draw
-from tests.campaign.isolation import alive, die_with_parent, stacks_of
+from tests.campaign.isolation import alive, stacks_of
 from tests.campaign.play import Played
+from tests.support.forks import die_with_parent
 
 MOST_BYTES = 64 * 2**20  # that a request takes
 MOST_KEPT_BYTES = 96 * 2**20  # of caches, and of Python's arenas

@@ -7,17 +7,24 @@ ever: whatever lock another thread held at the fork stays locked in the child.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 
-from bench.gpu.lifetime import end_with
 from tests.support.waiting import SECONDS
 
+_PR_SET_PDEATHSIG = 1
 _RAISED = 99
 _DYING = 10  # seconds in which a child that hangs says where
+_prctl = ctypes.CDLL(None).prctl  # in a fork, to load it could wait for a lock of the loader
+
+
+def die_with_parent() -> None:
+    """Ends this process when the one that forked it has ended, whatever ended that."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def status(body: Callable[[], int | None]) -> int:
@@ -53,8 +60,9 @@ def _fork(body: Callable[[], int | None]) -> int:
         return child
     found = _RAISED
     try:
-        end_with(parent)
-        found = body() or 0
+        die_with_parent()
+        if os.getppid() == parent:
+            found = body() or 0
     except BaseException:
         traceback.print_exc()
     finally:
