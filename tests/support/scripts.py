@@ -26,7 +26,7 @@ from weakref import finalize
 import stub_cuda
 from tests.support.paths import ROOT
 
-SECONDS = 600  # that a script may take
+SECONDS = 600  # that a script may take; then it is ended, so that nobody reads from it for ever
 
 
 def run(
@@ -42,7 +42,7 @@ def run(
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        options = {"seconds": SECONDS, "warnings": "error", "cwd": str(cwd or Path.cwd()), "to_the_end": to_the_end}
+        options = {"warnings": "error", "cwd": str(cwd or Path.cwd()), "to_the_end": to_the_end}
         status = Process(script, arguments, str(out), str(err), variables, **options).wait()
         return subprocess.CompletedProcess(script, status, out.read_text(), err.read_text())
 
@@ -53,11 +53,15 @@ def over_stub(script: str, *, to_the_end: bool = False, **options: int) -> subpr
     return run(script, variables=stub_cuda.variables(options), to_the_end=to_the_end)
 
 
-def start(script: str, *arguments: str, variables: dict[str, str] | None = None) -> Process:
-    """A script that goes on until it ends by itself, or is killed; its standard error can be read meanwhile."""
+def start(script: str, *arguments: str, variables: dict[str, str] | None = None, seconds: int = SECONDS) -> Process:
+    """A script that goes on until it ends by itself, or is killed; its standard error can be read meanwhile.
+
+    After `seconds` it is killed; 0 is never.
+    """
     reading, writing = os.pipe()
     try:
-        process = Process(script, arguments, os.devnull, f"/proc/{os.getpid()}/fd/{writing}", variables)
+        err = f"/proc/{os.getpid()}/fd/{writing}"
+        process = Process(script, arguments, os.devnull, err, variables, seconds=seconds)
     finally:
         os.close(writing)
     process.stderr = os.fdopen(reading)
@@ -78,7 +82,7 @@ class Process:
     ) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
         request = {"script": script, "argv": ["-c", *arguments], "environment": environment, "cwd": str(Path.cwd())}
-        self.pid = _ask({**request, "out": out, "err": err, **options})
+        self.pid = _ask({**request, "out": out, "err": err, "seconds": SECONDS, **options})
         self.stderr: TextIO | None = None
         self._status: int | None = None
 
@@ -149,6 +153,7 @@ def _next_script() -> dict[str, Any] | None:
         files = [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in ("out", "err")]
         child = os.fork()
         if not child:
+            signal.alarm(request["seconds"])
             return request | {"files": files}
         for file in files:
             os.close(file)
@@ -166,7 +171,6 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
     """
     import warnings
 
-    signal.alarm(request.get("seconds", 0))
     for number, file in enumerate([os.open(os.devnull, os.O_RDONLY), *request["files"]]):
         os.dup2(file, number)
         os.close(file)

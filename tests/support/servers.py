@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from tests.support import scripts
-from tests.support.waiting import SECONDS
+from tests.support.waiting import SECONDS, Background
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "model")
 
@@ -90,7 +90,7 @@ def running(
     """A server on a free port, which is killed afterwards if it still runs."""
     config = {"model": MODEL, "memory_budget": "16MiB", "max_num_seqs": 16, **(config or {})}
     settings = {"port": 0, "served_model_name": ["tiny"], **settings}
-    process = scripts.start(_SCRIPT, json.dumps(config), json.dumps(settings), variables=environment)
+    process = scripts.start(_SCRIPT, json.dumps(config), json.dumps(settings), variables=environment, seconds=0)
     with _serving(Server(process, verify)) as server:
         yield server
 
@@ -106,16 +106,15 @@ def started(command: list[str]) -> Iterator[Server]:
 @contextlib.contextmanager
 def _serving(server: Server) -> Iterator[Server]:
     process = server.process
-    reading = threading.Thread(target=server.read_log)
-    reading.start()
+    reading = Background(server.read_log)
     try:
         assert server.serving.wait(SECONDS), "the server did not start"
-        assert server.url, f"the server ended with {process.wait()}"
+        assert server.url, f"the server ended with {process.wait(SECONDS)}"
         httpx.get(f"{server.url}/health", verify=server.verify, timeout=SECONDS)
         yield server
     finally:
         process.kill()
         process.wait()
-        reading.join()
+        reading.finish()  # a process that the server left may have its standard error open
         assert process.stderr is not None
         process.stderr.close()

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support import brokers
 from tests.support.tiny_models import VOCAB, expected, make_tokenizer
+from tests.support.waiting import SECONDS
 from vattn.broker.places import socket_path
 from vattn.broker.wire import VERSION, encode
 from vattn.engine.cli import main
@@ -134,6 +135,7 @@ def test_doctor_names_the_pools_and_what_is_wrong_with_them(
     with brokers.running(2**20) as broker:
         assert pools() == ["tested  ok: 1.0 MiB on cpu, 1.0 MiB free; borrowed by nobody"]
         with socket.socket(socket.AF_UNIX) as borrower:
+            borrower.settimeout(SECONDS)
             memory = os.memfd_create("a borrower", os.MFD_ALLOW_SEALING)
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             os.pwrite(memory, bytes(8192), 0)  # without a lease

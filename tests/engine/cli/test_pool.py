@@ -15,7 +15,7 @@ import torch
 
 import vattn
 from tests.support import brokers
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, wait_until
 from vattn.broker.places import folder, socket_path
 from vattn.broker.wire import VERSION, encode
 from vattn.engine.cli import main
@@ -134,6 +134,7 @@ def test_trim_takes_what_is_unused_and_evict_cached_prefixes_too(
 def test_check(broker: brokers.Process, a: vattn.PagePool, said: Said) -> None:
     assert said("check", brokers.NAME) == "books and kernel agree\n"
     with socket.socket(socket.AF_UNIX) as borrower:
+        borrower.settimeout(SECONDS)
         memory = os.memfd_create("a borrower", os.MFD_ALLOW_SEALING)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         os.pwrite(memory, bytes(2 * PAGE), 0)  # without a lease

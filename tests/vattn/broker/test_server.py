@@ -449,6 +449,7 @@ def test_without_a_free_descriptor_others_are_served(broker: Broker) -> None:
     a, file = joined(broker)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     late = socket.socket(socket.AF_UNIX)
+    late.settimeout(SECONDS)
     late.connect(str(broker.path))
     broker._notes.wait(SECONDS)
     gc.collect()  # garbage of other tests would give descriptors back in the middle

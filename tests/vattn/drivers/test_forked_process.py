@@ -23,8 +23,9 @@ pytestmark = target.host_only
 
 # A parent with memory in its cache forks a worker that never touches vattn, says its pid and sleeps.
 OWNER = """
-import os, sys, time
+import os, signal, sys, time
 import vattn
+signal.alarm(120)
 cache = vattn.init(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", max_batch_size=2,
                    max_context_len=32768, memory_budget="128MiB")
 reqid = cache.alloc_reqid()
