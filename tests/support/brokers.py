@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import SECONDS
+from tests.support.waiting import SECONDS, wait_until
+from vattn.broker.borrower import Borrower, _borrowers
 from vattn.broker.control import Control
 from vattn.broker.places import FOLDER_VARIABLE
 from vattn.errors import VattnError
@@ -39,17 +40,17 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, NAME, str(self.budget), self.device], stderr=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + SECONDS
-        while True:
-            assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
-            with contextlib.suppress(VattnError):
-                self.ask("top")
-                return
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        command = [sys.executable, "-c", _SCRIPT, NAME, str(self.budget), self.device]
+        with tempfile.TemporaryFile("w+") as errors:  # nobody would read a pipe, and it would fill
+            self.process = subprocess.Popen(command, stderr=errors)
+            deadline = time.monotonic() + SECONDS
+            while True:
+                assert self.process.poll() is None, errors.seek(0) or errors.read()
+                with contextlib.suppress(VattnError):
+                    self.ask("top")
+                    return
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
 
     def ask(self, kind: str, **fields: object) -> dict[str, Any]:
         with closing(Control(NAME)) as control:
@@ -66,8 +67,6 @@ class Process:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
 
 
 @contextlib.contextmanager
@@ -81,3 +80,11 @@ def running(budget: int, device: str = "cpu") -> Iterator[Process]:
             yield process
         finally:
             process.kill()
+            # Without a broker they write into the folder that they have left, and it could not be removed meanwhile.
+            wait_until(lambda: not any(map(_leaves, list(_borrowers))))
+
+
+def _leaves(each: Borrower) -> bool:
+    """Whether it has no pool any more, and its thread has not ended yet."""
+    pool, thread = each._lent, each._thread
+    return pool is not None and pool() is None and thread is not None and thread.is_alive()

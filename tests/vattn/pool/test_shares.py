@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import re
-import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import vattn
 from tests.support import brokers, forks, scripts
 from tests.support.effort import effort
 from tests.support.waiting import wait_until
+from vattn import _native
 from vattn.broker.directory import Directory, OwnDirectory
 from vattn.pool import shares as shares_module
 from vattn.pool.journal import Change
@@ -234,14 +234,11 @@ def test_a_peer_that_comes_in_a_time_without_descriptors_is_not_met(
         with Engine("a") as a:
             wait_until(lambda: came)
             monkeypatch.undo()
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            with core.lock:  # its thread waits
-                resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
-                try:
-                    core.meet(*came.pop())
-                    assert not core.tend()
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            with core.lock, monkeypatch.context() as patch:  # its thread waits
+                opened = _native.open_foreign_file
+                patch.setattr(_native, "open_foreign_file", lambda page, _: opened(page, -1))  # none is left
+                core.meet(*came.pop())
+                assert not core.tend()
             assert not core._met
             assert not b.shares.peers
             a.publish(PROMPT)
