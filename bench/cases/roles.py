@@ -26,6 +26,7 @@ from bench.harness.processes import process
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report
+from bench.harness.waiting import wait_until
 from vattn.engine import LLM, AsyncEngine, SamplingParams
 
 ABOUT = "time between tokens of streams beside long prompts: prefill in another process, or in the same engine"
@@ -135,8 +136,8 @@ def _decode(
         return SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
 
     with _engine(cores, sizes, length, options) as llm:
-        while options.get("role") and not (llm.core.remote and llm.core.remote.prefillers):
-            time.sleep(0.01)
+        if options.get("role"):
+            wait_until(lambda: llm.core.remote and llm.core.remote.prefillers, every=0.01)
         llm.generate([tokens(length)], greedy(_LONG_OUTPUT), use_tqdm=False)
         ready.send(None)
         for stream in range(_STREAMS):

@@ -15,7 +15,6 @@ import os
 import random
 import re
 import signal
-import time
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +30,7 @@ from bench.harness.processes import process
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.waiting import wait_until
 from vattn.broker.control import Control
 from vattn.engine import LLM
 from vattn.engine.kv.virtual import VirtualKV
@@ -114,8 +114,7 @@ def _round(
         # As long a context as the other's: pages and layout follow from it, and only equal ones can be shared.
         with engine(model, max(starts), kv_pool=pool, kv_share_prefixes=True) as llm:
             shares = _shares(llm)
-            while not shares.peers:
-                time.sleep(_MOMENT)
+            wait_until(lambda: shares.peers, every=_MOMENT)
             tail = tokens(random.Random(f"{question} {length}"), TAIL, sizes["vocab_size"])
             seconds, cached = first_token(llm, [*starts[length], *tail])
             series.setdefault(series_name(question, length), []).append(seconds)
@@ -132,8 +131,7 @@ def _round(
         for length in starts:
             first("replica", length, [os.getpid(), pid])
         os.kill(pid, signal.SIGKILL)
-        while not _kept(pool):
-            time.sleep(_MOMENT)
+        wait_until(lambda: _kept(pool), every=_MOMENT)
         for length in starts:
             first("killed", length, [os.getpid()])
 
@@ -146,8 +144,7 @@ def _compute(ready: Connection, pool: str, sizes: dict[str, Any], starts: dict[i
             tail = tokens(random.Random(f"cold {length}"), TAIL, sizes["vocab_size"])
             seconds[length], cached = first_token(llm, [*start, *tail])
             assert cached == 0
-        while _core(llm).publishing:
-            time.sleep(_MOMENT)
+        wait_until(lambda: not _core(llm).publishing, every=_MOMENT)
         ready.send(None)
         ready.send(seconds)
         signal.pause()

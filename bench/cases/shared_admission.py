@@ -24,6 +24,7 @@ from bench.harness.processes import process
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.waiting import wait_until
 from vattn import KVCache, KVConfig, PagePool
 from vattn.pool.lent import LentCore
 
@@ -86,9 +87,9 @@ def _admissions(page_size: int, rounds: int) -> dict[str, list[float]]:
     ):
         core = cache._core
         assert isinstance(core, LentCore)
-        assert core.shares is not None
-        while not core.shares.peers:
-            time.sleep(_REST)
+        shares = core.shares
+        assert shares is not None
+        wait_until(lambda: shares.peers, every=_REST)
         for prompt in prompts["slot"]:
             cache.step({(slot := cache.admit(prompt).reqid): _LENGTH})
             cache.commit(slot, prompt)
@@ -97,8 +98,7 @@ def _admissions(page_size: int, rounds: int) -> dict[str, list[float]]:
         for number in range(rounds + 1):
             for hit in _HITS if number % 2 else reversed(_HITS):
                 prompt = [*prompts[hit][number], number]
-                while pool.publishing:
-                    time.sleep(_REST)
+                wait_until(lambda: not pool.publishing, every=_REST)
                 time.sleep(_REST)
                 began = time.perf_counter()
                 slot, cached = cache.admit(prompt)
@@ -117,8 +117,7 @@ def _publish(ready: Connection, name: str, page_size: int, prompts: list[list[in
         for prompt in prompts:
             cache.step({(slot := cache.admit(prompt).reqid): len(prompt)})
             cache.commit(slot, prompt)
-        while pool.publishing:
-            time.sleep(_REST)
+        wait_until(lambda: not pool.publishing, every=_REST)
         ready.send(None)
         signal.pause()
 
