@@ -73,10 +73,15 @@ class FaultyTable:
     def fail_always(self, *names: str, code: int = 999) -> None:
         self._always, self._code = frozenset(names), code
 
-    def hold(self, name: str, after: int) -> None:
-        """Calls of that name wait, once so many have ended, until they are released."""
+    @contextlib.contextmanager
+    def holding(self, name: str, after: int) -> Iterator[None]:
+        """Calls of that name wait, once so many have ended, until they are released, at the latest at the end."""
         self._released.clear()
         self._most = {name: after}
+        try:
+            yield
+        finally:
+            self.release()
 
     def release(self) -> None:
         self._most = {}

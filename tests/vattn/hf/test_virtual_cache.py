@@ -6,9 +6,9 @@ import contextlib
 import copy
 import gc
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from tests.support.effort import covering
 from tests.support.faults import FaultyTable
 from tests.support.paths import ROOT
 from tests.support.tiny_models import make_model, make_prompts
+from tests.support.waiting import SECONDS
 from vattn import cpu
 from vattn.drivers.host import HostDevice
 from vattn.hf import storage
@@ -890,13 +891,13 @@ def test_pipelines_and_streamers() -> None:
     want = tokenizer.decode(model.generate(**inputs, **options)[0], skip_special_tokens=True)
 
     with vattn.VirtualCache(model, max_context_len=2048, memory_budget="64MiB") as cache:
-        streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
-        thread = threading.Thread(
-            target=model.generate, kwargs={**inputs, **options, CACHE: cache, "streamer": streamer}
-        )
-        thread.start()
-        assert "".join(streamer) == want
-        thread.join()
+        streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True, timeout=SECONDS)
+        with ThreadPoolExecutor(1) as thread:
+            generated = thread.submit(model.generate, **inputs, **options, **{CACHE: cache}, streamer=streamer)
+            generated.add_done_callback(lambda _: streamer.end())
+            streamed = "".join(streamer)
+            generated.result()
+        assert streamed == want
         cache.reset()
         pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
         with warnings.catch_warnings():

@@ -7,7 +7,6 @@ import gc
 import io
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any
@@ -22,6 +21,7 @@ import vattn
 from bench.harness.models import CACHE
 from tests.support import forks, scripts, target
 from tests.support.tiny_models import make_model, make_prompts
+from tests.support.waiting import Background
 from vattn.pool import shared as shared_pool
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
@@ -576,9 +576,7 @@ def test_threads_hand_a_cache_over(model: transformers.PreTrainedModel) -> None:
             model(IDS, **{CACHE: cache})
 
     for action in (fill, lambda: results.append(generated(model, cache)), cache.close):
-        thread = threading.Thread(target=action)
-        thread.start()
-        thread.join()
+        Background(action).finish()
     assert results == [generated(model, DynamicCache(config=model.config))]
 
 
@@ -590,11 +588,8 @@ def test_threads_each_with_a_cache(model: transformers.PreTrainedModel) -> None:
         for _ in range(3):
             results.append(generated(model, vattn.VirtualCache(model, page_size=4096)))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for each in [Background(run) for _ in range(4)]:
+        each.finish()
     assert results == [want] * 12
 
 

@@ -208,17 +208,17 @@ def test_growth_that_fails_as_a_step_begins_is_not_counted_on(monkeypatch: pytes
     reqid, worker = setup.cache.alloc_reqid(), setup.pool._core.worker
     setup.cache.step({reqid: 63})
     setup.check()
-    setup.table.hold("cuMemCreate", setup.table.ended["cuMemCreate"])
-    setup.table.fail(1, name="cuMemMap")
-    setup.cache.step({reqid: 64})  # queues the next block
 
     def fail() -> None:
         monkeypatch.undo()
         setup.table.release()
         worker.mapper.wait(worker.mapper.last)
 
-    monkeypatch.setattr(worker, "forget_done", fail)
-    setup.cache.step({reqid: 65})
+    with setup.table.holding("cuMemCreate", setup.table.ended["cuMemCreate"]):
+        setup.table.fail(1, name="cuMemMap")
+        setup.cache.step({reqid: 64})  # queues the next block
+        monkeypatch.setattr(worker, "forget_done", fail)
+        setup.cache.step({reqid: 65})
     assert setup.table.failed == "cuMemMap"
     setup.check()
     assert setup.cache.page_map()[reqid].mapped >= 65

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import vattn
 from tests.support import forks, scripts
 from tests.support.faults import FaultyTable
 from tests.support.target import DEVICE, host_only
+from tests.support.waiting import Background
 from vattn import drivers
 
 PAGE = 4096
@@ -95,27 +97,19 @@ def test_a_share_of_free_memory_makes_no_sense_beside_a_pool() -> None:
 def test_a_cache_can_be_used_from_several_threads() -> None:
     pool = vattn.PagePool(512 * PAGE, device=DEVICE, page_size=PAGE)
     with make(pool, max_batch_size=8) as cache:
-        errors = []
 
         def work(seed: int) -> None:
-            try:
-                k, _ = cache.layer(0)
-                for round_ in range(30):
-                    reqid = cache.alloc_reqid(seed)
-                    for length in range(1, 640, 90):
-                        cache.step({reqid: length})
-                        k[reqid, :length] = seed
-                        assert (k[reqid, :length] == seed).all(), round_
-                    cache.free_reqid(reqid)
-            except BaseException as error:
-                errors.append(error)
+            k, _ = cache.layer(0)
+            for round_ in range(30):
+                reqid = cache.alloc_reqid(seed)
+                for length in range(1, 640, 90):
+                    cache.step({reqid: length})
+                    k[reqid, :length] = seed
+                    assert (k[reqid, :length] == seed).all(), round_
+                cache.free_reqid(reqid)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
+        for each in [Background(partial(work, seed)) for seed in range(4)]:
+            each.finish()
         cache.check()
     pool.close()
 

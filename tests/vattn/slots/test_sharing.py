@@ -390,15 +390,14 @@ def test_a_slot_whose_memory_is_still_being_mapped_is_waited_for(how: str) -> No
     with make(pool, overlap=True) as cache:
         parent, first = cache.alloc_reqid(), cache.alloc_reqid()
         cache.step({parent: 40})
-        table.hold("cuMemCreate", after=8)  # which the step needs; the other four are ahead of need
-        cache.step({first: 64})
-        cache.free_reqid(first)
-        slot = cache.fork(parent) if how == "fork" else cache.admit(PROMPT).reqid
-        assert slot == first
-        cache.step({slot: 64})
-        assert table.ended["cuMemMap"] == 8
-        table.delay = 0.01
-        table.release()
+        with table.holding("cuMemCreate", after=8):  # which the step needs; the other four are ahead of need
+            cache.step({first: 64})
+            cache.free_reqid(first)
+            slot = cache.fork(parent) if how == "fork" else cache.admit(PROMPT).reqid
+            assert slot == first
+            cache.step({slot: 64})
+            assert table.ended["cuMemMap"] == 8
+            table.delay = 0.01
         cache.step({slot: 100})
         assert table.ended["cuMemSetAccess"] == 12
         for tensor in cache.layer(0):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, wait_until
 from vattn.store import background
 from vattn.store.background import ReadAhead, Trouble, Write, WriteBehind
 from vattn.store.blockfile import Block, Buffer
@@ -324,7 +324,7 @@ def test_no_further_prefix_is_begun_while_too_much_is_held(store: Gated, reader:
     assert len(held.found) == 4
     assert waiting.found == []
     reader.drop(held)
-    waiting.ended.wait()
+    assert waiting.ended.wait(SECONDS)
     assert len(waiting.found) == 1
 
 

@@ -548,13 +548,13 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_broken_block_and_no_
     for seed in range(effort(6, 200)):
         process = writer(path, seed, 10**9, size, most)
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
         try:
-            process.wait(rng.random() * 0.05)
-        except subprocess.TimeoutExpired:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.random() * 0.05)
+        finally:
             process.kill()
-        process.wait()
-        process.stdout.close()
+            process.wait()
+            process.stdout.close()
         assert on_disk(path) <= most
         store = PrefixStore(path, most)
         assert not list(path.glob("*.tmp")), "whoever counts deletes what was left"
