@@ -11,11 +11,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.fake_openai import DONE, FakeOpenAI, delta, refusal, text, usage
+from tests.support.waiting import SECONDS
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.cli import main
 from vattn.engine.kv.virtual import VirtualKV
@@ -123,10 +125,11 @@ def test_serve_waits_for_a_server_that_starts(
     with contextlib.ExitStack() as running:
 
         def listen(seconds: float) -> None:
-            monkeypatch.setattr("vattn.engine.cli.bench_serve.time.sleep", lambda seconds: None)
+            clock.sleep = lambda seconds: None
             running.enter_context(server.in_thread(bound))
 
-        monkeypatch.setattr("vattn.engine.cli.bench_serve.time.sleep", listen)
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=listen)
+        monkeypatch.setattr("vattn.engine.cli.bench_serve.time", clock)
         assert main(["bench", "serve", *argv]) == 2
         assert "wait for one that starts with --ready-check-timeout-sec" in capsys.readouterr().err
         assert main(["bench", "serve", *argv, "--ready-check-timeout-sec", "600"]) == 0
@@ -191,7 +194,7 @@ def test_serve_opens_more_files_than_a_shell_allows(model_path: Path) -> None:
     all_there = asyncio.Barrier(100)
 
     async def stream() -> AsyncIterator[bytes]:
-        await all_there.wait()
+        await asyncio.wait_for(all_there.wait(), SECONDS)
         yield text("w1") + DONE
 
     argv = ["--num-prompts", "100", "--input-len", "3", "--tokenizer", str(model_path)]

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.fake_openai import DONE, FakeOpenAI, delta, event, refusal, text, usage
+from tests.support.waiting import SECONDS
 from vattn.engine.loadgen.client import ENDPOINTS, Backend, Target, list_models, send_all
 from vattn.engine.loadgen.samples import Sample
 from vattn.engine.loadgen.summary import Timing, summarize
@@ -161,7 +162,7 @@ def test_as_many_at_a_time_as_allowed() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await pair.wait()  # passes only when two run together
+        await asyncio.wait_for(pair.wait(), SECONDS)  # passes only when two run together
         yield text("a")
         running -= 1
         yield DONE

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -46,19 +47,26 @@ class TooManyWatchers(Exception):
 
 @contextlib.contextmanager
 def watching(server: Server) -> Iterator[Iterator[dict[str, Any]]]:
-    """The events that somebody with a key sees.
+    """The events that somebody with a key sees; they come for ever, so a test may look at them for `SECONDS`.
 
     Raises:
         TooManyWatchers: others see them.
     """
+    deadline = time.monotonic() + SECONDS
+
+    def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            assert time.monotonic() < deadline, line
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
     url = f"{server.url}/dashboard/events"
     with httpx.stream("GET", url, headers=KEY, verify=server.verify, timeout=SECONDS) as answer:
         if answer.status_code == 503:
             raise TooManyWatchers
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
-        yield (json.loads(line.removeprefix("data: ")) for line in lines)
+        yield events(answer.iter_lines())
 
 
 class Page(HTMLParser):
@@ -161,7 +169,9 @@ def test_watchers_are_bounded_and_leave_nothing(guarded: Server) -> None:
         with contextlib.ExitStack() as stack:
             # The server hears late of those that have left.
             watchers: list[Iterator[dict[str, Any]]] = []
+            deadline = time.monotonic() + SECONDS
             while len(watchers) < MOST_WATCHERS:
+                assert time.monotonic() < deadline, "those that left are still watching"
                 with contextlib.suppress(TooManyWatchers):
                     watchers.append(stack.enter_context(watching(guarded)))
             states = [next(events) for events in watchers]

@@ -60,13 +60,13 @@ def wait_until_unfinished(server: Server, count: int) -> None:
 
 
 @contextlib.contextmanager
-def asleep(server: Server) -> Iterator[None]:
+def asleep(server: Server, **headers: str) -> Iterator[None]:
     """No request ends meanwhile."""
-    httpx.post(f"{server.url}/sleep", timeout=SECONDS).raise_for_status()
+    httpx.post(f"{server.url}/sleep", headers=headers, timeout=SECONDS).raise_for_status()
     try:
         yield
     finally:
-        httpx.post(f"{server.url}/wake_up", timeout=SECONDS).raise_for_status()
+        httpx.post(f"{server.url}/wake_up", headers=headers, timeout=SECONDS).raise_for_status()
 
 
 def test_a_client_that_leaves_ends_its_stream(server: Server) -> None:
@@ -145,10 +145,9 @@ def test_many_streams(server: Server) -> None:
                 return answer.text
 
             # While the engine sleeps none ends, so that all are there at the same time.
-            httpx.post(f"{server.url}/sleep")
-            asked = [asyncio.create_task(ask()) for _ in range(count)]
-            await asyncio.to_thread(wait_until_unfinished, server, count)
-            httpx.post(f"{server.url}/wake_up")
+            with asleep(server):
+                asked = [asyncio.create_task(ask()) for _ in range(count)]
+                await asyncio.to_thread(wait_until_unfinished, server, count)
             answers = await asyncio.gather(*asked)
         for text in answers:
             *events, done, end = text.split("\n\n")
@@ -293,7 +292,7 @@ def test_a_refused_request_whose_rest_comes_late(brief: Server) -> None:
         connection.sendall(b"POST %b HTTP/1.1\r\nHost: a\r\n%bContent-Length: 2\r\n\r\n" % (path.encode(), key))
         received = b""
         while not received.endswith(b"}}"):
-            received += connection.recv(10_000)
+            received += receive(connection)
         assert received.startswith(b"HTTP/1.1 %d" % status)
         return connection
 
@@ -303,15 +302,14 @@ def test_a_refused_request_whose_rest_comes_late(brief: Server) -> None:
             assert not read(connection)
     content = json.dumps(SHORT).encode()
     whole = POST + KEY + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-    with httpx.Client(base_url=brief.url, headers={"Authorization": "Bearer secret"}, timeout=SECONDS) as http:
-        http.post("/sleep").raise_for_status()
-        with refused("/v1/completions", b"", 401) as connection:
-            connection.sendall(b"{}" + whole)
-            wait_until_unfinished(brief, 1)
-            time.sleep(1.5)
-            http.post("/wake_up").raise_for_status()
-            connection.settimeout(SECONDS)
-            assert ANSWER.encode() in read(connection)
+    with asleep(brief, Authorization="Bearer secret"):
+        connection = refused("/v1/completions", b"", 401)
+        connection.sendall(b"{}" + whole)
+        wait_until_unfinished(brief, 1)
+        time.sleep(1.5)
+    with connection:
+        connection.settimeout(SECONDS)
+        assert ANSWER.encode() in read(connection)
 
 
 def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
@@ -320,21 +318,19 @@ def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
     whole = POST + KEY + b"Content-Length: %d\r\n\r\n" % len(body) + body
     url = httpx.URL(impatient.url)
     ways = [(b"", whole), (whole[:-20], whole[-20:]), (b"\r\n", whole), (whole[:20], whole[20:])]
-    with httpx.Client(base_url=impatient.url, headers={"Authorization": "Bearer secret"}, timeout=SECONDS) as http:
-        for more, rest in ways[: effort(2, 4)]:
-            with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
-                for part in (whole + more, rest):
-                    http.post("/sleep").raise_for_status()  # no answer until it wakes up
+    for more, rest in ways[: effort(2, 4)]:
+        with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
+            for part in (whole + more, rest):
+                with asleep(impatient, Authorization="Bearer secret"):
                     connection.sendall(part)
                     wait_until_unfinished(impatient, 1)
                     time.sleep(1.3 * IMPATIENCE)
-                    http.post("/wake_up").raise_for_status()
-                    head, received = connection.recv(100_000).split(b"\r\n\r\n", 1)
-                    assert head.startswith(b"HTTP/1.1 200")
-                    length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
-                    while len(received) < length:
-                        received += connection.recv(100_000)
-                    assert json.loads(received)["choices"][0]["text"] == ANSWER
+                head, received = receive(connection).split(b"\r\n\r\n", 1)
+                assert head.startswith(b"HTTP/1.1 200")
+                length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+                while len(received) < length:
+                    received += receive(connection)
+                assert json.loads(received)["choices"][0]["text"] == ANSWER
 
 
 def send(server: Server, body: dict[str, Any], version: str = "1.1") -> socket.socket:
@@ -345,6 +341,13 @@ def send(server: Server, body: dict[str, Any], version: str = "1.1") -> socket.s
     connection = socket.create_connection((url.host, url.port or 0), timeout=SECONDS)
     connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
     return connection
+
+
+def receive(connection: socket.socket) -> bytes:
+    """What comes next, of a server that must not have closed the connection."""
+    received = connection.recv(100_000)
+    assert received, "the server closed the connection"
+    return received
 
 
 def read(connection: socket.socket) -> bytes:
@@ -463,7 +466,7 @@ def test_requests_that_are_sent_ahead_have_a_limit(server: Server) -> None:
         connection.sendall(one * 60)
         received = b""
         while received.count(b"HTTP/1.1 200 OK") < 60:
-            received += connection.recv(100_000)
+            received += receive(connection)
     with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
         connection.sendall(one * 5000)
         try:
@@ -546,8 +549,7 @@ def test_a_second_sigterm_ends_the_server_at_once() -> None:
         stalled = send(server, {**LONG, "stream": True, "n": 12, "temperature": 1, "logprobs": 20})
         wait_until_unfinished(server, 14)
         server.process.terminate()
-        while not any(line["message"] == "stopping" for line in server.log):
-            time.sleep(0.01)
+        wait_until(lambda: any(line["message"] == "stopping" for line in server.log), lambda: server.log, every=0.01)
         assert server.terminate() == 0
         for connection in connections:
             with connection:
@@ -562,7 +564,9 @@ def test_a_second_sigterm_ends_the_server_at_once() -> None:
 def test_signals_until_the_process_has_ended(number: int) -> None:
     status = None
     with running() as server:
+        deadline = time.monotonic() + SECONDS
         while status is None:
+            assert time.monotonic() < deadline, server.log
             server.process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = server.process.wait(timeout=0.001)

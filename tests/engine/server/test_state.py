@@ -273,7 +273,7 @@ def offered(store: Path) -> set[str]:
         return service.metrics.text().decode()
 
     with brokers.running(32 * 2**20):
-        families = text_string_to_metric_families(asyncio.run(look()))
+        families = text_string_to_metric_families(asyncio.run(asyncio.wait_for(look(), SECONDS)))
     named = [family.name + ("_total" if family.type == "counter" else "") for family in families]
     return {name for name in named if name.startswith(("vllm:", "vattn:"))}
 
