@@ -131,8 +131,9 @@ class AsyncEngine:
             absent(self, name)
 
     def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
+        if self._thread.is_alive():  # it is not in a fork, where its copy may hold the lock for ever
+            with self._changed:
+                self._changed.notify()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -568,5 +569,5 @@ def _stopped(error: BaseException) -> EngineStopped:
 def _stop(engine: weakref.ref[AsyncEngine]) -> None:
     """At the interpreter's exit: end the thread, which would otherwise use memory that is being freed."""
     running = engine()
-    if running is not None and not running.dead:
+    if running is not None and running._thread.is_alive():
         running.core.close()

@@ -198,7 +198,7 @@ class EngineCore:
             EngineBusy: another thread uses the engine.
             EngineClosed: it is closed.
         """
-        self.gate.enter(Use(thread, name, lent=True))
+        self.gate.enter(Use(thread, name, lent_in=os.getpid()))
         self._on_closing = on_closing
         end_team()
         if self.gate.closing:

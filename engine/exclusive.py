@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,12 +31,13 @@ class Use:
     """A thread inside the engine, and the name of its outermost call.
 
     Attributes:
-        lent: the thread keeps the engine between its calls, from before it starts until it gives the engine back.
+        lent_in: the process in which the thread keeps the engine between its calls, from before it starts until it
+            gives the engine back; None where it does not.
     """
 
     thread: threading.Thread
     name: str
-    lent: bool = False
+    lent_in: int | None = None
 
 
 class Gate:
@@ -66,7 +68,7 @@ class Gate:
         with self._lock:
             user = self.user
             # A thread that ended without leaving belonged to the process that this one was forked from.
-            if user is None or not (user.lent or user.thread.is_alive()):
+            if user is None or not (user.lent_in == os.getpid() or user.thread.is_alive()):
                 self.user = use
                 return True
         if user.thread is use.thread:

@@ -273,6 +273,38 @@ asyncio.run(main())
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("how", ["ends", "closes"])
+def test_a_child_of_an_async_engines_process_does_not_wait_for_its_thread(how: str) -> None:
+    """Nor for a lock that a thread of the parent had."""
+    code = f"""
+import os, signal, sys, threading
+from tests.engine.test_exclusive import make_llm, AsyncEngine
+
+llm = make_llm()
+engine = AsyncEngine(llm)
+locked, go_on = threading.Event(), threading.Event()
+
+def lock():
+    with engine._changed:
+        locked.set()
+        go_on.wait()
+
+threading.Thread(target=lock).start()
+locked.wait()
+child = os.fork()
+if not child:
+    signal.alarm({SECONDS})
+    if sys.argv[1] == "closes":
+        llm.close()
+    sys.exit()
+go_on.set()
+assert os.waitpid(child, 0)[1] == 0
+llm.close()
+"""
+    done = scripts.run(code, how, to_the_end=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_on_step_raises_costs_no_output(kv: str) -> None:
     with make_llm(kv) as llm:
         for name in "ab":
