@@ -253,18 +253,23 @@ class _Trial:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        unsent = memoryview(json.dumps(question).encode() + b"\n")
         answer = b""
         left = seconds
         try:
             over = _processor_seconds(self._process.pid) + seconds
             end = time.monotonic() + _MOST_SECONDS
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-            while left > 0 and time.monotonic() < end:
-                if select.select([self._process.stdout], [], [], max(left, 0.01))[0]:
-                    answer = self._process.stdout.readline()
+            while left > 0 and time.monotonic() < end and not answer.endswith(b"\n"):
+                readable, writable, _ = select.select([stdout], [stdin] if unsent else [], [], max(left, 0.01))
+                if writable:
+                    unsent = unsent[os.write(stdin, unsent[: select.PIPE_BUF]) :]  # so much never waits
+                elif not readable:
+                    left = over - _processor_seconds(self._process.pid)
+                elif piece := os.read(stdout, 2**16):
+                    answer += piece
+                else:
                     break
-                left = over - _processor_seconds(self._process.pid)
         except BrokenPipeError:
             pass
         except BaseException:  # the answer would be taken for the next question's

@@ -416,10 +416,11 @@ def test_a_process_that_is_ended_from_outside_says_nothing_of_its_grammar(compil
     compiler.compile(wanted, ignore_eos=False)
 
 
+@pytest.mark.parametrize("comment", ["", "// " + "x" * 2**17], ids=["short", "more than a pipe holds"])
 def test_a_process_that_gets_no_processor_says_nothing_of_its_grammar(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, comment: str
 ) -> None:
-    wanted = StructuredOutputs(regex="late+")
+    wanted = StructuredOutputs(grammar=f'start: "late" {comment}')
     compiler._start()
     with monkeypatch.context() as hasty:
         hasty.setattr(grammar_compiler, "_SECONDS", 0.1)
