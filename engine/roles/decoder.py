@@ -179,6 +179,7 @@ class _Lines:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self._lines: dict[Path, _Line] = {}  # changed by the thread, with the lock
+        self._refused: set[Path] = set()  # sockets that the last attempt found nobody at
         self.lost = 0
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
@@ -259,11 +260,14 @@ class _Lines:
         keep_from_children(path)
         try:
             reader, writer = await asyncio.open_unix_connection(str(path))
-        except ConnectionRefusedError:  # of a process that was killed
-            path.unlink(missing_ok=True)
+        except ConnectionRefusedError:
+            if path in self._refused:  # of a process that was killed: another one listens by the next look
+                path.unlink(missing_ok=True)
+            self._refused ^= {path}
             return
         except OSError:
             return
+        self._refused.discard(path)
         line = _Line(writer, self._loop.time())
         with self._changed:
             self._lines[path] = line

@@ -203,8 +203,8 @@ class Prefiller:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A socket that listens by the time its path is there: decoders remove one that refuses them, as of a process that
-    was killed.
+    """A socket that listens by the time its path is there: decoders remove one that refuses them twice, as of a process
+    that was killed.
     """
     for left in path.parent.glob("*.early"):
         with contextlib.suppress(OSError):

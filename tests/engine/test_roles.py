@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -603,6 +604,20 @@ def test_a_socket_listens_before_decoders_can_see_it(tmp_path: Path) -> None:
     with contextlib.closing(prefilling._listen(path)), socket.socket(socket.AF_UNIX) as decoder:
         decoder.connect(str(path))
         assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_socket_where_nobody_listens_is_removed_at_the_second_look(tmp_path: Path) -> None:
+    path = tmp_path / "some.prefill"
+    looks = iter([[path]])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        with contextlib.closing(decoding._Lines(lambda: next(looks, []), b"model", 0)) as lines:
+            wait_until(lambda: lines._refused)
+            listener.listen()
+            looks = itertools.repeat([path])
+            wait_until(lambda: lines.count == 1)
+            listener.close()
+            wait_until(lambda: not path.exists())
 
 
 def test_sockets_of_processes_that_were_killed_before_they_listened_are_removed(tmp_path: Path) -> None:
