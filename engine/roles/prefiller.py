@@ -122,7 +122,9 @@ class Prefiller:
         talk = asyncio.ensure_future(self._talk(reader, writer))
         self._talks.add(talk)
         talk.add_done_callback(self._talks.discard)
-        talk.add_done_callback(lambda _: writer.close())  # also of one that is cancelled before it begins
+        # Also of one that is cancelled before it begins. A close would wait until the decoder has read all, and from
+        # Python 3.12 on the end of the server would wait for that.
+        talk.add_done_callback(lambda _: writer.transport.abort())
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one decoder until it ends, with which its jobs do."""

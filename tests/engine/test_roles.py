@@ -807,24 +807,42 @@ def test_a_role_that_is_not_known() -> None:
         make_llm(role="prefil")
 
 
+class Idle:
+    """An engine that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def add(self, prompt: Any, sampling_params: Any = None) -> Any:
+        raise AssertionError
+
+    async def call(self, function: Callable[[], None]) -> None:
+        self.calls += 1
+
+    def abort(self, request_id: str) -> None:
+        raise AssertionError
+
+
 def test_a_decoder_that_comes_as_a_prefiller_ends_leaves_no_socket(tmp_path: Path) -> None:
     """Its connection is accepted, and cancelled before anything of it has run; a socket that is left is an error."""
-
-    class Unused:
-        async def add(self, prompt: Any, sampling_params: Any = None) -> Any:
-            raise AssertionError
-
-        async def call(self, function: Callable[[], None]) -> None:
-            raise AssertionError
-
-        def abort(self, request_id: str) -> None:
-            raise AssertionError
-
     path = tmp_path / "prefiller"
     for _ in range(25):
-        engine = Unused()
+        engine = Idle()
         prefiller = prefilling.Prefiller(path, engine, sharing=b"model", waits=lambda: False, steps=lambda: 0)
         with socket.socket(socket.AF_UNIX) as client:
             wait_until(lambda client=client: client.connect_ex(str(path)) == 0)
             prefiller.close()
+    gc.collect()
+
+
+def test_a_decoder_that_does_not_read_keeps_no_prefiller_from_ending(tmp_path: Path) -> None:
+    """Before Python 3.12 the socket was left, which is an error."""
+    path, engine, count = tmp_path / "prefiller", Idle(), 2000
+    prefiller = prefilling.Prefiller(path, engine, sharing=b"model", waits=lambda: False, steps=lambda: 0)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(SECONDS)
+        client.connect(str(path))
+        client.sendall(message(Kind.DROP, 1) * count)
+        wait_until(lambda: engine.calls == count)
+        prefiller.close()
     gc.collect()
