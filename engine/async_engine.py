@@ -110,18 +110,21 @@ class AsyncEngine:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
+        self._prefiller: Prefiller | None = None
         core.lend(self._thread, type(self).__name__, self._wake)
-        if core.has_unfinished():
-            core.end_loan(self._thread)
-            raise ConfigError(
-                "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
-            )
         try:
+            if core.has_unfinished():
+                raise ConfigError(
+                    "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
+                )
             self._prefiller = _make_prefiller(self)
+            self._thread.start()
         except BaseException:
-            core.end_loan(self._thread)
+            if not self._thread.is_alive():  # one that runs, after an interrupt, ends with the LLM
+                if self._prefiller is not None:
+                    self._prefiller.close()
+                core.end_loan(self._thread)
             raise
-        self._thread.start()
         # Finalizers run newest first, so this one before those of the caches, which must not be closed during a step.
         weakref.finalize(core, _stop, weakref.ref(self))
 

@@ -780,6 +780,27 @@ def test_many_clients_of_an_engine_that_decodes(broker: brokers.Process) -> None
         assert remote(second).lost == 0
 
 
+def test_an_engine_that_gets_no_thread_takes_no_prompts(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its LLM can be used, and closed."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "vattn-engine":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    llm = make_llm(role="prefill")
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", start_others)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            AsyncEngine(llm)
+    assert not list(places.folder().glob("*.prefill"))
+    assert run(llm, PROMPT).outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+    llm.close()
+
+
 def test_nothing_stays_open(broker: brokers.Process) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
