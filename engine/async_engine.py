@@ -558,6 +558,9 @@ def _answer(function: Callable[[], _T], future: Future[_T]) -> None:
         result = function()
     except Exception as error:
         future.set_exception(error)
+    except BaseException as error:  # the engine dies of it
+        future.set_exception(_stopped(error))
+        raise
     else:
         future.set_result(result)
 

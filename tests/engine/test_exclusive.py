@@ -642,6 +642,21 @@ def test_an_interrupt_in_the_engine_thread_is_told_to_every_stream() -> None:
             asyncio.run(test(method, call))
 
 
+def test_an_interrupt_of_a_call_is_told_to_its_caller() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def test() -> None:
+        engine = AsyncEngine(make_llm())
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(EngineStopped, match="it died of KeyboardInterrupt"):
+                await engine.call(interrupt)
+            await engine.shutdown()
+        assert engine.dead
+
+    asyncio.run(test())
+
+
 def test_bad_arguments_of_requests() -> None:
     with make_llm() as llm:
         for call, message in (
