@@ -168,7 +168,7 @@ def test_a_dropped_cache_that_cannot_be_unmapped_is_an_error_of_the_next_call(se
     setup.table.fail_always("cuMemUnmap", code=2)
     del dropped
     gc.collect()
-    with pytest.raises(vattn.MappingLimit):
+    with pytest.raises(vattn.OutOfPages):
         setup.cache.alloc_reqid()
     setup.table.heal()
     setup.cache.alloc_reqid()
