@@ -659,7 +659,11 @@ class EngineCore:
         """Copy what fills no block of a prompt that was computed, if that may be for another engine."""
         rest = rest_of(request.num_tokens, self.kv.prefix_block_tokens)
         if self._rows is not None and rest and request.publishes and request.slot is not None:
-            rows = self._rows.copy_out(request.slot, rest.start, rest.stop)
+            try:
+                rows = self._rows.copy_out(request.slot, rest.start, rest.stop)
+            except Exception as error:
+                logger.warning("the end of a prompt is computed by whoever asked for it: %s", error)
+                return
             request.rest = Rest(request.token_ids(rest.start, rest.stop), rows)
 
     def _fork(self, forward: Forward, forked: list[Request]) -> Forward:

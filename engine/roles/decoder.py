@@ -153,7 +153,7 @@ class RemotePrefills:
                 self.row_tokens += end - cached
                 return end
             logger.warning("rows that came with a prompt are not those of this model; they are computed")
-        except VattnError as error:
+        except Exception as error:
             logger.warning("rows that came with a prompt are computed: %s", error)
         return cached  # the step that follows computes these tokens, into the same rows
 

@@ -206,7 +206,7 @@ class StoredPrefixes:
             ):
                 self._kv.commit(slot, ids)
                 return True
-        except VattnError as error:
+        except Exception as error:
             logger.warning("a stored prefix was not used: %s", error)
         # The step that follows computes these tokens, into the same rows. Layers with a window would give back what it
         # needs if these counted as computed.
@@ -239,7 +239,12 @@ class StoredPrefixes:
                 if not self._writer.has_room(sum(write.num_bytes for write in writes) + self._block_bytes):
                     break
                 assert request.slot is not None
-                rows = self._rows.copy_out(request.slot, index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+                try:
+                    rows = self._rows.copy_out(request.slot, index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+                except Exception as error:
+                    logger.warning("a prefix is stored no further, as it cannot be copied: %s", error)
+                    chain.broken = True
+                    break
                 block = self._block(index, key, ids)
                 writes.append(Write(block, partial(contents, rows), self._block_bytes))
                 chain.written.append(key)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.test_shared_prefixes import MAX_TOKENS, MIB, PROMPT, make_llm, meet, run, shares
 from tests.support import brokers, forks, scripts
@@ -285,6 +286,19 @@ def test_rows_for_which_there_are_no_pages_are_computed(
         assert computed(second, PROMPT) == len(PROMPT) - behind.start
         assert list(asked[0].values()) == [behind.stop]
         assert remote(second).row_tokens == 0
+
+
+@pytest.mark.parametrize("call", ["copy_out", "copy_in"])
+def test_rows_for_which_there_is_no_memory_are_computed(
+    broker: brokers.Process, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    with prefiller() as first, decoder() as second:
+        monkeypatch.setattr((first if call == "copy_out" else second).core.kv, call, refuse)
+        assert computed(second, PROMPT) == len(PROMPT) - rest(second, PROMPT).start
+        assert (remote(second).lost, remote(second).row_tokens) == (0, 0)
 
 
 def test_rows_of_a_request_that_is_aborted_are_dropped(broker: brokers.Process) -> None:

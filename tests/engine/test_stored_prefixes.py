@@ -494,6 +494,21 @@ def test_a_full_disk_stops_nothing(
     assert caplog.text.count("No space left on device") == 1
 
 
+def test_rows_that_cannot_be_copied_stop_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Rows.copy_out
+
+    def copy_out(self: Rows, slot: int, start: int, end: int) -> list[torch.Tensor]:
+        if start >= 2 * BLOCK:
+            raise torch.OutOfMemoryError("no memory for a copy")
+        return real(self, slot, start, end)
+
+    with monkeypatch.context() as short, make_llm(make_model("llama"), path) as llm:
+        short.setattr(Rows, "copy_out", copy_out)
+        (output,) = run(llm, PROMPT)
+    assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+    assert once(path, PROMPT) == [2 * BLOCK]
+
+
 def test_a_store_that_was_deleted_stops_nothing(path: Path) -> None:
     with make_llm(make_model("llama"), path) as llm:
         run(llm, PROMPT)
@@ -614,7 +629,7 @@ def test_an_interrupted_call_leaves_nothing_that_was_read(path: Path) -> None:
         assert run(llm, PROMPT)[0].num_cached_tokens == whole(len(PROMPT) - 1)
 
 
-@pytest.mark.parametrize("call", ["admit", "prepare", "commit"])
+@pytest.mark.parametrize("call", ["admit", "prepare", "copy_in", "commit"])
 def test_a_restoration_that_fails_is_a_miss(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     once(path, PROMPT)
     with make_llm(make_model("llama"), path) as llm:
@@ -623,6 +638,8 @@ def test_a_restoration_that_fails_is_a_miss(path: Path, monkeypatch: pytest.Monk
         def refuse(*arguments: Any, **options: Any) -> Any:
             if not refused:
                 refused.append(arguments)
+                if call == "copy_in":
+                    raise torch.OutOfMemoryError("no memory for a copy")
                 raise OutOfPages("no page is free", missing_pages=1, missing_bytes=4096)
             return real(*arguments, **options)
 
