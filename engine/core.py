@@ -673,11 +673,12 @@ class EngineCore:
             forked: receives the completions that were started, even if this fails.
         """
         leaders = {row.request: place for place, row in enumerate(forward.rows) if row.request.sampling.n > 1}
-        pairs = self.scheduler.fork_siblings(list(leaders)) if leaders else []
-        if not pairs:
+        places = [*range(len(forward.rows))]
+        for leader, sibling in self.scheduler.fork_siblings(list(leaders)) if leaders else ():
+            forked.append(sibling)
+            places.append(leaders[leader])
+        if not forked:
             return forward
-        forked += [sibling for _, sibling in pairs]
-        places = [*range(len(forward.rows)), *(leaders[leader] for leader, _ in pairs)]
         return replace(forward, rows=[*forward.rows, *map(Row, forked)], logits=forward.logits[places])
 
     def _settle_drafts(self, plan: StepPlan) -> None:

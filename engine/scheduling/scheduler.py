@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
@@ -340,14 +340,13 @@ class Scheduler:
         self.running.append(child)
         return True
 
-    def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
+    def fork_siblings(self, leaders: Sequence[Request]) -> Iterator[tuple[Request, Request]]:
         """Start the other completions of prompts that were just computed, as far as there is room.
 
-        Returns:
-            Pairs of the request whose slot was forked, and the one that was started.
+        Yields:
+            The request whose slot was forked, and the one that was started, before the next one is.
         """
         by_parent = {leader.parent_id: leader for leader in leaders}
-        forked = []
         room = self._room()
         while self.waiting:
             request = self.waiting[0]
@@ -355,9 +354,8 @@ class Scheduler:
             available = self.kv.available()
             if leader is None or not _may_fork(leader, request) or not self.fork(leader, request, room):
                 break
-            forked.append((leader, self.waiting.pop(0)))
+            yield leader, self.waiting.pop(0)
             room -= available - self.kv.available() + self._reserve(request)
-        return forked
 
     def preempt_last(self) -> Request:
         """Preempt the running request of the lowest rank: free its slot and queue it again."""

@@ -7,7 +7,7 @@ kept after its request has finished) and time (no request is admitted before the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..kv.base import KVBackend
 from ..requests.request import Request, State
@@ -52,9 +52,9 @@ class StaticScheduler(Scheduler):
         reserve = {slot: self._padded_tokens for slot in starting if slot is not None}
         return StepPlan(tuple(entries), reserve=reserve)
 
-    def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
+    def fork_siblings(self, leaders: Sequence[Request]) -> Iterator[tuple[Request, Request]]:
         """Nothing: a batch gets all its slots when it starts."""
-        return []
+        return iter(())
 
     def release(self, request: Request) -> None:
         """Forget a finished request; its slot is freed with the batch."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from tests.engine.test_fork import refuse_after_fork
 from tests.support.backends import KVS, MAIN_GROWING_KVS, chosen
 from tests.support.effort import covering
 from tests.support.tenants import tenant
@@ -251,6 +252,15 @@ def test_beams_that_cannot_be_forked_are_computed(kv: str, monkeypatch: pytest.M
         output = llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))[0]
         idle(llm)
     same(output, *transformers_beams("llama", tuple(PROMPT), 3, 8))
+
+
+def test_what_fails_between_two_forks_loses_no_beam(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm(kv) as llm:
+        refused = refuse_after_fork(llm, monkeypatch)
+        output = llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))[0]
+        assert refused
+        assert isinstance(output.error, VattnError)
+        idle(llm)
 
 
 def test_a_search_that_on_step_aborts_has_an_error_and_no_sequences(kv: str) -> None:

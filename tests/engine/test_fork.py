@@ -12,7 +12,7 @@ from tests.support.backends import MAIN_GROWING_KVS, PAGED_WINDOWS, chosen
 from tests.support.effort import covering
 from tests.support.tiny_models import make_model, make_prompts
 from vattn.engine import LLM, FinishReason, RequestOutput, SamplingParams
-from vattn.errors import NoFreeSlot
+from vattn.errors import NoFreeSlot, VattnError
 
 PROMPT = make_prompts([77], seed=2)[0]
 MAX_TOKENS = 12
@@ -53,6 +53,26 @@ def idle(llm: LLM) -> None:
     llm.core.kv.evict_prefixes()
     assert llm.core.kv.stats().used_bytes == 0
     llm.core.kv.check()
+
+
+def refuse_after_fork(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """The first call of `available` after a fork raises; the list has an element once it did."""
+    kv, refused = llm.core.kv, list[None]()
+    fork, available = kv.fork, kv.available
+
+    def refuse() -> int:
+        monkeypatch.setattr(kv, "available", available)
+        refused.append(None)
+        raise VattnError("injected")
+
+    def fork_first(slot: int) -> int:
+        forked = fork(slot)
+        if not refused:
+            monkeypatch.setattr(kv, "available", refuse)
+        return forked
+
+    monkeypatch.setattr(kv, "fork", fork_first)
+    return refused
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -157,6 +177,18 @@ def test_what_fails_after_the_fork_fails_all_and_loses_nothing(kv: str, monkeypa
         assert [completion.finish_reason for completion in output.outputs] == ["error"] * 3
         idle(llm)
         assert tokens(llm.generate(PROMPT, several(3), use_tqdm=False)[0]) == alone(PROMPT, 3)
+
+
+def test_what_fails_between_two_forks_fails_those_and_loses_nothing(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is asked about before each of them, and a driver may have an answer to the first only."""
+    with make_llm(kv) as llm:
+        refused = refuse_after_fork(llm, monkeypatch)
+        llm.add_request("n", PROMPT, several(3))
+        *_, last = [output for _ in range(MAX_TOKENS + 2) for output in llm.step()]
+        assert refused
+        assert [completion.finish_reason for completion in last.outputs] == ["error", "error", "length"]
+        assert tokens(last)[2] == alone(PROMPT, 3)[2]
+        idle(llm)
 
 
 def test_a_refused_fork_waits(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
