@@ -513,13 +513,15 @@ class Scheduler:
         assert self.proposer is not None
         left = most
         for request, entry in list(entries.items()):
-            draft = self.proposer.propose(request, left) if left and request.state is State.DECODING else ()
+            may = min(left, longest)
+            draft = self.proposer.propose(request, may) if may and request.state is State.DECODING else ()
             end = entry.end + len(draft)
             if draft and (more := self.kv.needed(end, request.slot) - claims.get(request, 0)) <= max(0, free):
                 entries[request] = replace(entry, end=end, draft=draft)
                 free -= more
                 left -= len(draft)
         return most - left
+        longest = HEADROOM_TOKENS if self.waiting else most  # an admission leaves room for no more
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.policy == "priority" else 0, request.arrival_number)

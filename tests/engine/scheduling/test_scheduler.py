@@ -290,6 +290,21 @@ def test_a_draft_preempts_nobody() -> None:
     assert [(entry.request, len(entry.draft)) for entry in plan.entries] == [(first, 0), (last, 0)]
 
 
+def test_a_long_draft_keeps_nobody_waiting() -> None:
+    """Who is admitted beside it has memory, though the draft could have taken all of that."""
+    scheduler = make_scheduler(blocks=40, max_num_batched_tokens=1000)
+    drafted, comes = make("drafted", 10, max_tokens=400), make("comes", 20)
+    scheduler.add(drafted)
+    for _ in range(10):
+        run(scheduler, scheduler.schedule())
+    scheduler.proposer = NgramProposer(SpeculativeConfig(num_speculative_tokens=128))
+    assert [len(entry.draft) for entry in scheduler.schedule().entries] == [128]
+    scheduler.add(comes)
+    plan = scheduler.schedule()
+    assert [(entry.request, len(entry.draft)) for entry in plan.entries] == [(drafted, HEADROOM_TOKENS), (comes, 0)]
+    scheduler.kv.prepare(plan.lengths)
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_figures() -> None:
     scheduler = make_scheduler(blocks=10)
     with pytest.raises(InvalidRequest, match=r"41 tokens, which takes 11 .* there are 10"):
