@@ -790,7 +790,8 @@ def _make_kv(config: EngineConfig, loaded: LoadedModel) -> KVBackend:
         memory_budget=config.resolved_memory_budget(loaded.model.device),
         block_size=config.block_size,
         guard_rows=loaded.attention.guard_rows,
-        chunk_tokens=loaded.max_num_batched_tokens,
+        # A static batch reserves all tokens of a slot in one step.
+        chunk_tokens=None if config.scheduling == "static" else loaded.max_num_batched_tokens,
         kv_options=config.kv_options,
         pool=_pool_share(config, loaded),
     )

@@ -48,7 +48,7 @@ class KVSpec:
         memory_budget: bytes, text such as "4GiB", or "auto"; see `vattn.KVConfig`.
         block_size: tokens per block, for backends that store blocks.
         guard_rows: rows past a length that the kernel may read.
-        chunk_tokens: most tokens of a request in one step.
+        chunk_tokens: most tokens by which one step grows a request; None for all of them.
         kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`; `num_blocks` and `windows`, over
             `vattn.BlockWindows`, for `paged`.
         pool: the pool to borrow memory of, for `virtual`; None for memory of its own.

@@ -191,6 +191,24 @@ def test_prompts_in_chunks_where_layers_have_windows(family: str) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == want
 
 
+def test_a_batch_has_memory_for_what_is_reserved_where_layers_have_windows() -> None:
+    """A slot is reserved in one step, in which no token leaves a window: each takes over 15 pages."""
+    options = {"kv": "virtual", "scheduling": "static", "kv_options": {"page_size": 4096, "layout": "fused"}}
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    prompts = make_prompts([150, 140])
+    want = [expected("mistral-window", prompt, 20) for prompt in prompts]
+    sampling = SamplingParams(temperature=0, max_tokens=20)
+    with LLM(make_model("mistral-window"), memory_budget=20 * 4096, **options, **limits) as llm:
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    assert [output.metrics.num_preemptions for output in outputs] == [0, 0]
+    assert [output.outputs[0].token_ids for output in outputs] == want
+    with (
+        LLM(make_model("mistral-window"), memory_budget=15 * 4096, **options, **limits) as llm,
+        pytest.raises(InvalidRequest, match="there are 15 in all"),
+    ):
+        llm.generate(prompts, sampling, use_tqdm=False)
+
+
 def test_a_step_with_nothing_to_do() -> None:
     with LLM(make_model("llama"), kv="static", scheduling="static") as llm:
         assert llm.step() == []
