@@ -75,7 +75,7 @@ class Intake:
             grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos, stop_token_ids=asked)
         groups = []
         for request_id, prompt in prompts.items():
-            read = self.prompts.read(prompt)
+            read = self.prompts.read(prompt, sampling.max_tokens)
             longest = self.max_model_len
             if sampling.max_tokens is not None:
                 longest = min(longest, len(read.token_ids) + sampling.max_tokens)

@@ -51,8 +51,11 @@ class PromptReader:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
 
-    def read(self, prompt: Prompt) -> TokenizedPrompt:
+    def read(self, prompt: Prompt, max_tokens: int | None = None) -> TokenizedPrompt:
         """The prompt as token ids; one that was read before is returned as it is.
+
+        Args:
+            max_tokens: of the output, for which there is room for at least one token, unless this is 0.
 
         Raises:
             InvalidRequest: says what is wrong with the prompt.
@@ -63,11 +66,12 @@ class PromptReader:
         token_ids = found.token_ids
         if not token_ids:
             raise InvalidRequest("the prompt is empty; give at least one token", param=_PARAM)
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) + (max_tokens != 0) > self.max_model_len:
+            output = "" if max_tokens == 0 else " and the output needs at least one"
             raise ContextTooLong(
                 f"the prompt has {len(token_ids)} tokens, but this model's maximum context length is "
-                f"{self.max_model_len} tokens (max_model_len) and the output "
-                "needs at least one; shorten the prompt, or raise max_model_len where the model allows it",
+                f"{self.max_model_len} tokens (max_model_len){output}; shorten the prompt, or raise max_model_len "
+                "where the model allows it",
                 param=_PARAM,
             )
         self.check_token_ids("the prompt", token_ids, param=_PARAM)

@@ -149,7 +149,8 @@ class Prompts:
             first = body.truncation_side == "right"
             token_ids, cut = self._cut_ids(prompt, keep, check, first=first, special=special)
             text = None if cut else text
-        read = self._reader.read({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": body.cache_salt})
+        given = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": body.cache_salt}
+        read = self._reader.read(given, max_tokens)
         token_ids = read.token_ids
         if len(token_ids) + (max_tokens or 0) > self._max_model_len:
             raise bad(
@@ -189,7 +190,7 @@ class Prompts:
                 field,
                 "context_length_exceeded",
             )
-        room = self._max_model_len - max(1, max_tokens or 0)
+        room = self._max_model_len - (1 if max_tokens is None else max_tokens)
         if asked > room:
             raise bad(
                 f"truncate_prompt_tokens is {asked}, but there is room for {room}; give at most that, or -1",

@@ -357,6 +357,23 @@ def test_parameters_that_this_model_cannot_serve(params: dict[str, Any], message
         assert generate(llm, [2, 3]).outputs[0].token_ids == want
 
 
+def test_a_prompt_without_output_may_fill_the_context(kv: str) -> None:
+    prompt = make_prompts([64])[0]
+    with make_llm(kv, max_model_len=64, max_num_seqs=2) as llm:
+        output = llm.generate(prompt, SamplingParams(max_tokens=0, n=2, prompt_logprobs=0), use_tqdm=False)[0]
+        llm.check()
+        assert [completion.finish_reason for completion in output.outputs] == ["length"] * 2
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[63] is not None
+        want = float(plain_logprobs(prompt)[62, prompt[63]])
+        assert output.prompt_logprobs[63][prompt[63]].logprob == pytest.approx(want, abs=1e-4)
+        for max_tokens in (1, None):
+            with pytest.raises(InvalidRequest, match="the output needs at least one; shorten"):
+                llm.generate(prompt, SamplingParams(max_tokens=max_tokens), use_tqdm=False)
+        with pytest.raises(InvalidRequest, match=r"64 tokens \(max_model_len\); shorten"):
+            llm.generate([*prompt, 1], SamplingParams(max_tokens=0), use_tqdm=False)
+
+
 @pytest.mark.parametrize("scheduling", ["continuous", "static"])
 def test_no_output_tokens_at_all(kv: str, scheduling: str) -> None:
     """`max_tokens=0`: the prompt is computed, in chunks, for its log probabilities."""

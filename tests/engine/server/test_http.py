@@ -474,6 +474,9 @@ def test_an_answer_that_leaves_no_room_for_a_prompt() -> None:
             error = error_of(await http.post("/v1/completions", json={"prompt": "x", **fields}))
             assert error["param"] == "truncate_prompt_tokens"
             assert "there is room for 4" in error["message"]
+            scored = {"prompt": [5] * 70, "max_tokens": 0, "truncate_prompt_tokens": -1, "return_token_ids": True}
+            (choice,) = (await http.post("/v1/completions", json=scored)).json()["choices"]
+            assert choice["prompt_token_ids"] == [5] * 64, "none is left out where there is no answer"
 
     run(test())
 
