@@ -547,7 +547,8 @@ class EngineCore:
                     self.scheduler.preempt_last()
                     preempted += 1
                 elif error.may_pass and self._fits(plan.requests):
-                    self.scheduler.preempt_last()
+                    # What was got for it is lost, and would be in every try until others give the memory back.
+                    self.scheduler.preempt_last(look_ahead=False)
                     time.sleep(_REST)
                     return StepPlan(), preempted + 1, seconds + time.monotonic() - start
                 else:

@@ -226,10 +226,14 @@ class Scheduler:
         request.arrival_number = next(self._numbers)
         self.queue(request)
 
-    def queue(self, request: Request) -> None:
-        """Put a request with an arrival number into `waiting`, by its rank."""
+    def queue(self, request: Request, *, look_ahead: bool = True) -> None:
+        """Put a request with an arrival number into `waiting`, by its rank.
+
+        Args:
+            look_ahead: get what memory lacks of its tokens from elsewhere.
+        """
         bisect.insort(self.waiting, request, key=self._rank)
-        if self.sources and request.index == 0 and self._shares(request):
+        if look_ahead and self.sources and request.index == 0 and self._shares(request):
             for source in self.sources:
                 source.look_ahead(request)
 
@@ -357,8 +361,12 @@ class Scheduler:
             yield leader, self.waiting.pop(0)
             room -= available - self.kv.available() + self._reserve(request)
 
-    def preempt_last(self) -> Request:
-        """Preempt the running request of the lowest rank: free its slot and queue it again."""
+    def preempt_last(self, *, look_ahead: bool = True) -> Request:
+        """Preempt the running request of the lowest rank: free its slot and queue it again.
+
+        Args:
+            look_ahead: as for `queue`.
+        """
         request = max(self.running, key=self._rank)
         slot = request.slot
         assert slot is not None
@@ -368,7 +376,7 @@ class Scheduler:
         request.preempt()
         self.running.remove(request)
         self.kv.free(slot, computed)
-        self.queue(request)
+        self.queue(request, look_ahead=look_ahead)
         return request
 
     def preempt_all(self) -> None:
@@ -512,6 +520,7 @@ class Scheduler:
         """
         assert self.proposer is not None
         left = most
+        longest = HEADROOM_TOKENS if self.waiting else most  # an admission leaves room for no more
         for request, entry in list(entries.items()):
             may = min(left, longest)
             draft = self.proposer.propose(request, may) if may and request.state is State.DECODING else ()
@@ -521,7 +530,6 @@ class Scheduler:
                 free -= more
                 left -= len(draft)
         return most - left
-        longest = HEADROOM_TOKENS if self.waiting else most  # an admission leaves room for no more
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.policy == "priority" else 0, request.arrival_number)

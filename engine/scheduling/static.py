@@ -68,9 +68,9 @@ class StaticScheduler(Scheduler):
         if not self.running:
             self._end_batch()
 
-    def preempt_last(self) -> Request:
+    def preempt_last(self, *, look_ahead: bool = True) -> Request:
         """As `Scheduler.preempt_last`; with its last request the batch ends."""
-        request = super().preempt_last()
+        request = super().preempt_last(look_ahead=look_ahead)
         if not self.running:
             self._end_batch()
         return request

@@ -652,6 +652,29 @@ def test_a_restoration_that_fails_is_a_miss(path: Path, monkeypatch: pytest.Monk
     assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
 
 
+def test_who_waits_for_memory_of_others_reads_its_prefix_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once(path, PROMPT)
+    fetch = background.ReadAhead.fetch
+    fetched: list[int] = []
+    monkeypatch.setattr(
+        background.ReadAhead, "fetch", lambda self, blocks: fetched.append(len(blocks)) or fetch(self, blocks)
+    )
+    with make_llm(make_model("llama"), path) as llm:
+        prepare, refused = llm.core.kv.prepare, []
+
+        def refuse(lengths: dict[int, int], *rest: Any, **options: Any) -> None:
+            if len(refused) < 8 and any(lengths.values()):
+                refused.append(lengths)
+                raise OutOfPages("others have it", missing_pages=1, missing_bytes=4096, may_pass=True)
+            prepare(lengths, *rest, **options)
+
+        monkeypatch.setattr(llm.core.kv, "prepare", refuse)
+        (output,) = run(llm, PROMPT)
+    assert len(refused) == 8
+    assert fetched == [len(PROMPT) // BLOCK]
+    assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "mistral-window"])
 @pytest.mark.parametrize("chunk", [2048, 96])
 def test_a_file_of_another_size_is_a_miss_with_windows(
