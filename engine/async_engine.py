@@ -367,7 +367,7 @@ class AsyncEngine:
         return await self.call(self.core.get_metrics)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """As `LLM.reset_prefix_cache`, between two steps.
+        """As `LLM.reset_prefix_cache`, between two steps; prefixes on disk and of other engines stay.
 
         Raises:
             EngineStopped: the engine was shut down, or died.

@@ -406,6 +406,10 @@ class LLM:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget what earlier requests have computed, so that later ones compute their prompts anew.
 
+        What is on disk (`kv_store`) and what other engines have (`kv_share_prefixes`) stays and is found as before, as
+        in vLLM without `reset_connector`, which is not there. Only over a model that was given as an object, the engine
+        uses neither from here on.
+
         Of a model that was given as an object, the weights are packed again, and decode steps captured again: call it
         after changing them, as `load_state_dict` does or otherwise. Modules that have been replaced since, or got hooks
         or another `forward`, are seen with `enforce_eager=True` only.
@@ -414,7 +418,7 @@ class LLM:
             reset_running_requests: preempt requests that run, which are then computed again from their first token.
 
         Returns:
-            Whether nothing is left; False if requests run, which keep and publish what they use.
+            Whether nothing is left in its own cache; False if requests run, which keep and publish what they use.
 
         Raises:
             EngineBusy, EngineClosed: as for `generate`.
