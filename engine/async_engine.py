@@ -41,7 +41,7 @@ from .requests.prompts import Prompt
 from .requests.request import InvalidRequest, check_request_id
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .roles.prefiller import Prefiller
-from .streams import Stream
+from .streams import Stream, Waiting
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -76,8 +76,8 @@ class AsyncEngine:
         llm: an LLM, or the core of one: used by this engine alone from here on; `shutdown` closes it.
         max_num_queued_reqs: maximum number of requests beyond the `max_num_seqs` that can run; None for no limit. Each
             of `n` completions counts.
-        max_waiting_logprobs: a request is aborted when more log probabilities than these wait for its stream's reader,
-            since they take hundreds of bytes each; None for no limit.
+        max_waiting_logprobs: requests that were added together are aborted when more log probabilities than these wait
+            in their streams, since they take hundreds of bytes each; None for no limit.
 
     Attributes:
         core: the loop underneath, for functions that `call` runs.
@@ -300,7 +300,8 @@ class AsyncEngine:
             groups = await making
         except EngineClosed as error:
             raise _stopped(error) from error
-        streams = [Stream(group) for group in groups]
+        waiting = Waiting()
+        streams = [Stream(group, waiting) for group in groups]
         with self._changed:
             self._check_room(prompts, count)
             for stream in streams:
@@ -528,8 +529,10 @@ class AsyncEngine:
         """Called in the event loop of these streams."""
         for stream, output in batch:
             stream.put(output)
-            if self._max_waiting_logprobs is not None and stream.waiting_logprobs > self._max_waiting_logprobs:
-                self._abort([stream])
+        most = self._max_waiting_logprobs
+        if most is not None and (full := {stream.waiting for stream, _ in batch if stream.waiting.logprobs > most}):
+            with self._changed:
+                self._abort([stream for stream in self._streams.values() if stream.waiting in full])
 
 
 def _make_prefiller(engine: AsyncEngine) -> Prefiller | None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 
 from vattn.errors import VattnError
 
@@ -17,20 +18,31 @@ from .requests.sampling import RequestOutputKind
 _MOST_WAITING = 64
 
 
+@dataclass(eq=False)
+class Waiting:
+    """What waits for the readers of streams that were added together.
+
+    Attributes:
+        logprobs: in the outputs that wait, alternatives included.
+    """
+
+    logprobs: int = 0
+
+
 class Stream:
     """The outputs of one request, as an async iterator that ends after the finished one. One task may read it.
 
     Outputs that nobody takes are put together, so that they take little more memory than their tokens.
 
     Attributes:
-        waiting_logprobs: in the outputs that wait, alternatives included.
+        waiting: what waits in this stream, and in those that share it.
     """
 
-    def __init__(self, group: RequestGroup) -> None:
+    def __init__(self, group: RequestGroup, waiting: Waiting | None = None) -> None:
         self.request_id = group.request_id
         self.group = group
         self.loop = asyncio.get_running_loop()
-        self.waiting_logprobs = 0
+        self.waiting = waiting or Waiting()
         self._outputs: deque[RequestOutput] = deque()
         self._error: Exception | None = None
         self._on_news: Callable[[], None] | None = None
@@ -57,7 +69,7 @@ class Stream:
             finally:
                 self._is_awaited = False
         output = self._outputs.popleft()
-        self.waiting_logprobs -= _logprobs_of(output)
+        self.waiting.logprobs -= _logprobs_of(output)
         self._finished = output.finished
         return output
 
@@ -79,12 +91,12 @@ class Stream:
             self._error = output
         else:
             self._outputs.append(output)
-            self.waiting_logprobs += _logprobs_of(output)
+            self.waiting.logprobs += _logprobs_of(output)
             if len(self._outputs) > _MOST_WAITING:
                 together = merged(self._outputs) if self.group.kind is RequestOutputKind.DELTA else output
+                self.waiting.logprobs += _logprobs_of(together) - sum(map(_logprobs_of, self._outputs))
                 self._outputs.clear()
                 self._outputs.append(together)
-                self.waiting_logprobs = _logprobs_of(together)
         if self._on_news is not None:
             self._on_news()
 

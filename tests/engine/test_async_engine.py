@@ -573,6 +573,21 @@ def test_log_probabilities_that_nobody_takes_end_their_request() -> None:
     run(test())
 
 
+def test_log_probabilities_of_streams_that_were_added_together_wait_under_one_limit() -> None:
+    async def test() -> None:
+        prompts = make_prompts([3, 4, 5, 6, 7, 8, 9, 10])
+        params = SamplingParams(temperature=0, max_tokens=100, logprobs=4, ignore_eos=True)
+        async with serving(make_llm(), max_waiting_logprobs=500) as engine:
+            alone = [await engine.add(prompt, params) for prompt in prompts]
+            together = await engine.add_all(prompts, params)
+            await until(lambda: engine.num_unfinished == 0)
+            for streams, reason in ((alone, "length"), (together, "abort")):
+                assert [(await stream.ready())[-1].outputs[0].finish_reason for stream in streams] == [reason] * 8
+            assert together[0].waiting.logprobs == 0
+
+    run(test())
+
+
 def test_an_idle_engine_waits_for_announced_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         monkeypatch.setattr(async_engine, "_GATHER_SECONDS", 60)
