@@ -238,7 +238,7 @@ def held(scheduler: Scheduler, kv: KVBackend, *, asleep: bool) -> list[Metric]:
     return [
         Gauge("vllm:num_requests_running", {}, float(len(scheduler.running))),
         Gauge("vllm:num_requests_waiting", {}, float(len(scheduler.waiting))),
-        Gauge("vllm:kv_cache_usage_perc", {}, _usage(kv)),
+        Gauge("vllm:kv_cache_usage_perc", {}, usage(kv)),
         Gauge("vllm:engine_sleep_state", {"sleep_state": "awake"}, float(not asleep)),
         *(Gauge("vattn:memory_bytes", {"kind": kind}, float(size)) for kind, size in memory.items()),
         Counter("vattn:map_calls", {}, stats.map_calls),
@@ -247,7 +247,7 @@ def held(scheduler: Scheduler, kv: KVBackend, *, asleep: bool) -> list[Metric]:
     ]
 
 
-def _usage(kv: KVBackend) -> float:
+def usage(kv: KVBackend) -> float:
     """The share of the cache that running requests hold; of a loan, the share of the most that may be lent."""
     free = kv.available() / kv.total()
     if kv.loan is not None:

@@ -15,6 +15,7 @@ from vattn.errors import VattnError
 from ..async_engine import AsyncEngine
 from ..core import EngineCore
 from ..kv.base import SlotView
+from ..metrics import usage
 from ..requests.request import Request
 from .pool_reader import PoolReader
 from .prometheus import Exporter
@@ -137,7 +138,7 @@ def look(core: EngineCore) -> dict[str, Any]:
             for request in requests[:_MOST_REQUESTS]
         ],
         "memory": {
-            "usage": 1 - kv.available() / kv.total(),
+            "usage": usage(kv),
             "reserved_bytes": stats.reserved_bytes,
             "physical_bytes": stats.physical_bytes,
             "peak_physical_bytes": stats.peak_physical_bytes,

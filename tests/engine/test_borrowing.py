@@ -10,14 +10,16 @@ from tests.support.servers import MODEL
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.metrics import Gauge
 from vattn.engine.scheduling.record import StepRecord
+from vattn.engine.server.state import look
 
 BUDGET = 8 * 2**20
 
 
 def usage(llm: LLM) -> float:
-    """The share of the cache that running requests hold, as `/metrics` has it."""
+    """The share of the cache that running requests hold, as `get_metrics` and a server's `/metrics` have it."""
     (found,) = [each for each in llm.get_metrics() if each.name == "vllm:kv_cache_usage_perc"]
     assert isinstance(found, Gauge)
+    assert look(llm.core)["memory"]["usage"] == found.value
     return found.value
 
 
