@@ -24,6 +24,12 @@ _TRIED_TOKENS = 32
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # Literals, sets of characters and comments match as a whole, so that whatever else matches is a name.
 _EBNF_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*|[\w-]+')
+# In a literal or set: a character by its number, other escapes, and what Lark would not take for itself.
+_EBNF_CHARACTER = re.compile(
+    r"\\[xuU]((?<=x)[0-9a-fA-F]{2}|(?<=u)[0-9a-fA-F]{4}|(?<=U)[0-9a-fA-F]{8})"
+    r"|\\?([\[\]])|\\.|([\0-\x1f\x7f])",
+    re.DOTALL,
+)
 
 
 def _serve() -> None:
@@ -48,17 +54,36 @@ def _limit(what: int, most: int) -> None:
 def _try(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> tuple[str, str]:
     if _EBNF_RULE.search(grammar):
         try:
-            grammar = gbnf_to_lark(_without_start(grammar))
+            grammar = gbnf_to_lark(_prepared(grammar))
+            grammar.encode()  # which half of a surrogate pair does not survive
         except Exception as error:
             return f"the grammar is no EBNF (llama.cpp's GBNF): {error or type(error).__name__}", grammar
     return _error(tokenizer, limits, grammar), grammar
 
 
-def _without_start(grammar: str) -> str:
-    """A grammar in EBNF whose rule `start` has another name, as its `root` is to have that one."""
+def _prepared(grammar: str) -> str:
+    """A grammar in EBNF that `gbnf_to_lark` converts to what it means.
+
+    A rule `start` has another name, as `root` is to have that one, and characters are written as Lark knows them.
+    """
     known = grammar.lower()
-    name = next(name for name in map("start{}".format, itertools.count()) if name not in known)
-    return _EBNF_WORD.sub(lambda word: name if word[0] == "start" else word[0], grammar)
+    start = next(name for name in map("start{}".format, itertools.count()) if name not in known)
+
+    def written(word: re.Match[str]) -> str:
+        text = word[0]
+        if text[0] in '"[':
+            return text[0] + _EBNF_CHARACTER.sub(_character, text[1:-1]) + text[-1]
+        return start if text == "start" else text
+
+    return _EBNF_WORD.sub(written, grammar)
+
+
+def _character(found: re.Match[str]) -> str:
+    """By its number in ASCII, else as it is: of a number of four or eight digits `gbnf_to_lark` drops the zeros."""
+    if found.lastindex is None:
+        return found[0]
+    code = int(found[1], 16) if found[1] else ord(found[found.lastindex])
+    return f"\\x{code:02x}" if code < 128 else chr(code)
 
 
 def _error(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:

@@ -235,6 +235,7 @@ STRUCTURE = {"begin": "<f=sum>", "schema": {"enum": [1, 25]}, "end": "</f>"}
         ({"grammar": "start: missing"}, "unknown name"),
         ({"grammar": "root ::= 'a'"}, "the grammar is no EBNF .llama.cpp's GBNF.: Expected name at line 1"),
         ({"grammar": "a ::= b"}, "the grammar is no EBNF .*: Rule 'b' not found"),
+        ({"grammar": r'root ::= "\ud800"'}, "the grammar is no EBNF .*: .* surrogates not allowed"),
         ({"grammar": "root ::= " + "(" * 5000}, "the grammar is no EBNF .*: maximum recursion depth"),
         ({"structural_tag": {"triggers": ["<f"], "structures": [{**STRUCTURE, "schema": {"type": "x"}}]}}, "type: x"),
         ({"regex": "a" * 300_000}, "has 300000 characters; it can have at most 262144"),
@@ -275,6 +276,27 @@ def test_ebnf_is_told_from_lark_by_its_rules(compiler: GrammarCompiler, grammar:
     """In Lark `::=` may be text, and in EBNF a rule may be called `start`."""
     state = compiler.compile(StructuredOutputs(grammar=grammar), ignore_eos=False)
     assert check_masks(state, *finite(["a::=b"]), seed=1) == "a::=b"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "output"),
+    [
+        (r'root ::= "\u00e9ab" "\U0001F600\xe9"', "éab😀é"),
+        (r"root ::= [\u00e0-\u00ff]+", "éà"),
+        (r"root ::= [\u0041BC]+", "ABC"),
+        (r"root ::= [\u005d\u002d\u005e\]]+", "^]-]"),
+        (r'root ::= "\u0022\u005c\u000a" "\\u0041"', '"\\\n\\u0041'),
+        (r'root ::= [^"\\\x7F\x00-\x1F] "[a\[\]\t"', "é[a[]\t"),
+        ('root ::= "a\tb\n\x7f" [\n] "/" [/]', "a\tb\n\x7f\n//"),
+    ],
+)
+def test_characters_of_ebnf(compiler: GrammarCompiler, grammar: str, output: str) -> None:
+    """However llama.cpp writes them."""
+    state = compiler.compile(StructuredOutputs(grammar=grammar), ignore_eos=False)
+    for token in TOKENIZER(output)["input_ids"]:
+        assert state.allowed[token]
+        state.accept(token)
+    assert state.allowed[EOS]
 
 
 @pytest.mark.parametrize("seed", range(3))
