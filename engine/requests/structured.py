@@ -73,7 +73,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: object) -> StructuredOutputs:
-        """`value`, or what a mapping with these keys stands for.
+        """`value`, or what a mapping with these keys stands for; others may be there as None or False, options unset.
 
         Raises:
             ConfigError: it is neither.
@@ -83,9 +83,10 @@ class StructuredOutputs:
         names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping):
             raise _wrong(f"structured_outputs is {shown(value)}; give StructuredOutputs, or a mapping of its fields")
-        if unknown := [key for key in value if key not in names]:
+        given = {key: each for key, each in value.items() if key in names or (each is not None and each is not False)}
+        if unknown := [key for key in given if key not in names]:
             raise _wrong(f"structured_outputs has no {shown(unknown[0])}; it has {', '.join(names)}")
-        return cls(**value)
+        return cls(**given)
 
 
 def _wrong(message: str) -> ConfigError:

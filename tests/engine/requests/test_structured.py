@@ -57,12 +57,15 @@ def test_one_form_of_the_right_type(fields: dict[str, Any], message: str) -> Non
 def test_sampling_parameters_take_a_mapping() -> None:
     params = SamplingParams(structured_outputs={"choice": ["a", "b", "a"]})
     assert params.structured_outputs == StructuredOutputs(choice=["a", "b"])
+    unset = {"json": None, "whitespace_pattern": None, "disable_any_whitespace": False}  # as `asdict` of vLLM's
+    assert SamplingParams(structured_outputs={**unset, "choice": ["a", "b"]}) == params
     for wrong, message in [
         ("a+", "structured_outputs is 'a\\+'; give StructuredOutputs, or a mapping"),
         (
             {"schema": {}},
             "structured_outputs has no 'schema'; it has json, regex, choice, grammar, json_object, struct",
         ),
+        ({"choice": ["a"], "disable_any_whitespace": True}, "structured_outputs has no 'disable_any_whitespace'"),
         ({}, "has nothing"),
     ]:
         with pytest.raises(ConfigError, match=message):
