@@ -24,8 +24,7 @@ Stops = Annotated[list[StopText], Field(max_length=64, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Text = Annotated[str, StringConstraints(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_COMPLETIONS, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_COMPLETIONS, fail_fast=True)]
 Several = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_COMPLETIONS, fail_fast=True)]
 
 
@@ -39,7 +38,7 @@ def _form(prompt: Any) -> str | None:
 
 
 Prompts = Annotated[
-    Annotated[Text, Tag("str()")]
+    Annotated[str, Tag("str()")]
     | Annotated[Tokens, Tag("list[int]")]
     | Annotated[Texts, Tag("list[str]")]
     | Annotated[Several, Tag("list[list[int]]")],
@@ -201,7 +200,7 @@ class DetokenizeRequest(_Body):
 
 
 class GenerateRequest(Sampling):
-    prompt: Text
+    prompt: str
     add_special_tokens: bool | None = None
 
 

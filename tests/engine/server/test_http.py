@@ -398,6 +398,8 @@ def test_special_tokens_can_be_left_out() -> None:
                 body = {"prompt": "w", "max_tokens": 1, "return_token_ids": True, **fields}
                 answer = (await http.post("/v1/completions", json=body)).json()
                 assert answer["choices"][0]["prompt_token_ids"] == want
+                answer = await http.post("/v1/completions", json={**body, "prompt": ["w", ""]})
+                assert answer.status_code == (400 if want == plain else 200), "a prompt has a token"
                 before = metric((await http.get("/metrics")).text, "vllm:prompt_tokens_total")
                 assert (await http.post("/generate", json=body)).status_code == 200
                 assert metric((await http.get("/metrics")).text, "vllm:prompt_tokens_total") == before + len(want)

@@ -307,7 +307,7 @@ def test_many_at_once(server: Server) -> None:
         ({"extra_body": {"thinking_token_budget": 0}}, openai.BadRequestError, "thinking_token_budget", "max_tokens"),
         ({"extra_body": {"truncation_side": "end"}}, openai.BadRequestError, "truncation_side", "'left' or 'right'"),
         ({"extra_body": {"min_tokens": 99}}, openai.BadRequestError, "min_tokens", "min_tokens is 99"),
-        ({"prompt": ""}, openai.BadRequestError, "prompt", "prompt: String should have at least 1 character"),
+        ({"prompt": ""}, openai.BadRequestError, "prompt", "the prompt is empty; give at least one token"),
         ({"prompt": []}, openai.BadRequestError, "prompt", "prompt: "),
         ({"prompt": [[1, -1]]}, openai.BadRequestError, "prompt", "prompt.0.1: Input should be greater than or equal"),
         ({"prompt": ["a", 1]}, openai.BadRequestError, "prompt", "prompt.1: Input should be a valid string"),
