@@ -26,27 +26,33 @@ class Counter:
     """The tokens of one HTTP request, counted as its outputs come."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._prompt = 0
-        self._cached = 0
-        self._completion = 0
+        self._prompts: dict[int, tuple[int, int]] = {}  # tokens, and how many of them were cached
+        self._completions: defaultdict[tuple[int, int], int] = defaultdict(int)  # by prompt and choice
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Take an output of DELTA, or the last one, of the prompt with this number."""
-        if number not in self._seen:
-            self._seen.add(number)
-            self._prompt += len(output.prompt_token_ids)
-            self._cached += output.num_cached_tokens
-        self._completion += sum(len(completion.token_ids) for completion in output.outputs)
+        self._prompts.setdefault(number, (len(output.prompt_token_ids), output.num_cached_tokens))
+        for completion in output.outputs:
+            self._completions[number, completion.index] += len(completion.token_ids)
 
     @property
     def usage(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": self._completion,
-            "total_tokens": self._prompt + self._completion,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
-        }
+        """Of all prompts and choices."""
+        return _usage(self._prompts.values(), self._completions.values())
+
+    def of_choice(self, number: int, index: int) -> dict[str, Any]:
+        """Of a choice, and of the prompt with this number."""
+        return _usage([self._prompts[number]], [self._completions[number, index]])
+
+
+def _usage(prompts: Collection[tuple[int, int]], completions: Iterable[int]) -> dict[str, Any]:
+    prompt, completion = sum(tokens for tokens, _ in prompts), sum(completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in prompts)},
+    }
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -85,7 +91,7 @@ def of_prompt(output: RequestOutput, body: Sampling) -> dict[str, Any]:
     return fields
 
 
-# Chunks of an output of the prompt with this number: the `choices` of each, and what else it has.
+# Chunks of an output of the prompt with this number: one for each of its completions, or one with the texts of all.
 Chunks = Callable[[int, RequestOutput], Iterable[dict[str, Any]]]
 
 
@@ -97,9 +103,10 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
     counter = Counter()
     begun: defaultdict[int, set[int]] = defaultdict(set)  # choices of each prompt
     in_chunks = body.usage_in_chunks
+    in_one = isinstance(body, GenerateRequest)  # an event has all choices
     async with aclosing(run.batches()) as batches:
         async for batch in batches:
-            if isinstance(body, GenerateRequest):  # the last event has all the text of those before it
+            if in_one:  # the last event has all the text of those before it
                 batch = [(0, merged([output for _, output in batch]))]
             events: list[bytes] = []
             for number, output in batch:
@@ -107,9 +114,12 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
                 counter.add(number, output)
                 heavy = weight(output, body, begun[number]) > LIGHT
                 begun[number].update(completion.index for completion in output.outputs)
-                for chunk in chunks(number, output):
-                    usage = {"usage": counter.usage} if in_chunks else {}
-                    value = {**start, **chunk, **usage}
+                for place, chunk in enumerate(chunks(number, output)):
+                    value = {**start, **chunk}
+                    if in_chunks:
+                        value["usage"] = (
+                            counter.usage if in_one else counter.of_choice(number, output.outputs[place].index)
+                        )
                     if not heavy and sum(map(len, chunk.get("text", ()))) <= LIGHT_TEXTS:
                         events.append(event(value))
                         continue

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -132,6 +132,29 @@ def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
     assert len(counts) == len(chunks)
     assert counts == sorted(counts)
     assert counts[-1] == 5
+
+
+def test_usage_in_every_chunk_is_that_of_its_choice(client: openai.OpenAI) -> None:
+    prompts = [[5], [5, 6, 7]]
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=prompts,
+            n=2,
+            max_tokens=5,
+            stream=True,
+            stream_options=cast(Any, {"include_usage": True, "continuous_usage_stats": True}),
+            extra_body={"ignore_eos": True},
+        )
+    )
+    usages: dict[int | None, list[tuple[int, int]]] = {}
+    for chunk in chunks:
+        assert chunk.usage is not None
+        index = chunk.choices[0].index if chunk.choices else None
+        usages.setdefault(index, []).append((chunk.usage.prompt_tokens, chunk.usage.completion_tokens))
+    assert usages.pop(None) == [(4, 20)]
+    want = {index: [(len(prompts[index // 2]), count) for count in range(1, 6)] for index in range(4)}
+    assert usages == want
 
 
 def test_echo_with_log_probabilities(client: openai.OpenAI) -> None:
