@@ -118,7 +118,7 @@ async def as_they_come(streams: Sequence[Stream], most: int) -> AsyncGenerator[l
     One task reads all of them, however many they are. While it does not, outputs wait in their streams.
 
     Raises:
-        EngineStopped: as the streams.
+        EngineStopped: as the streams, after what waited in all of them.
     """
     waiting: dict[int, None] = {}  # streams with news, in order of their coming
     news = asyncio.Event()
@@ -128,6 +128,7 @@ async def as_they_come(streams: Sequence[Stream], most: int) -> AsyncGenerator[l
         news.set()
 
     unfinished = len(streams)
+    failure: VattnError | None = None
     try:
         for number, stream in enumerate(streams):
             stream.listen(functools.partial(tell, number))
@@ -135,14 +136,20 @@ async def as_they_come(streams: Sequence[Stream], most: int) -> AsyncGenerator[l
             await news.wait()
             batch: list[tuple[int, RequestOutput]] = []
             for number in list(itertools.islice(waiting, most)):
-                outputs = await streams[number].ready()
+                try:
+                    outputs = await streams[number].ready()
+                except VattnError as error:
+                    outputs, failure = [], error
                 if not streams[number].has_news:  # an error may follow
                     del waiting[number]
                 unfinished -= bool(outputs) and outputs[-1].finished
                 batch += ((number, output) for output in outputs)
             if not waiting:
                 news.clear()
-            yield batch
+            if batch:
+                yield batch
+            if failure is not None and not waiting:
+                raise failure
     finally:
         for stream in streams:
             stream.listen(None)

@@ -98,7 +98,8 @@ Chunks = Callable[[int, RequestOutput], Iterable[dict[str, Any]]]
 async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes, None]:
     """The events of a stream: what `chunks` makes of each output, and the usage where it was asked for.
 
-    Outputs of `/generate` that wait have one event, whose texts are those so far.
+    Outputs of `/generate` that wait have one event, whose texts are those so far. What came with an error is written
+    before it.
     """
     counter = Counter()
     begun: defaultdict[int, set[int]] = defaultdict(set)  # choices of each prompt
@@ -110,11 +111,11 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
                 batch = [(0, merged([output for _, output in batch]))]
             events: list[bytes] = []
             for number, output in batch:
-                run.check(output)
                 counter.add(number, output)
                 heavy = weight(output, body, begun[number]) > LIGHT
                 begun[number].update(completion.index for completion in output.outputs)
-                for place, chunk in enumerate(chunks(number, output)):
+                told = output.error is None or any(each.text or each.token_ids for each in output.outputs)
+                for place, chunk in enumerate(chunks(number, output) if told else ()):
                     value = {**start, **chunk}
                     if in_chunks:
                         value["usage"] = (
@@ -129,6 +130,8 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
                         yield part
             if events:
                 yield b"".join(events)
+            for _, output in batch:
+                run.check(output)
     if body.usage_in_stream:
         yield event({**start, "choices": [], "usage": counter.usage})
 

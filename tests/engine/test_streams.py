@@ -69,6 +69,23 @@ def test_what_came_before_an_error_is_read_first() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("most", [1, 8])
+def test_an_error_of_all_streams_is_read_after_what_waited_in_each(most: int) -> None:
+    async def test() -> None:
+        streams = [make_stream() for _ in range(3)]
+        streams[1].put(output(7))
+        streams[2].put(output(8, finished=True))
+        for stream in streams:
+            stream.put(EngineStopped("ended"))
+        found = []
+        with pytest.raises(EngineStopped):
+            async for batch in as_they_come(streams, most):
+                found += tokens_of(batch)
+        assert found == [(1, 7), (2, 8)]
+
+    run(test())
+
+
 def test_an_error_after_the_end_is_of_no_interest() -> None:
     async def test() -> None:
         streams = [make_stream(), make_stream()]

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 
 from tests.support.applications import client, error_of, run
 from tests.support.servers import MODEL, metric
-from vattn.engine.requests.outputs import RequestOutput
+from vattn.engine.requests.outputs import RequestOutput, merged
 from vattn.engine.requests.prompts import PromptReader
 from vattn.engine.scheduling.scheduler import Scheduler
 from vattn.engine.server import answers, completions
 from vattn.engine.server.protocol import REFUSED
+from vattn.engine.server.service import Run
 from vattn.errors import DriverError
 
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
@@ -706,6 +707,40 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
         ("a request failed in the engine", True),
         ("request", False),
     ]
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_what_waited_is_written_before_an_error(light: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was put together with it."""
+    if not light:
+        monkeypatch.setattr(answers, "LIGHT", -1)
+    batches = Run.batches
+
+    async def at_once(self: Run) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        outputs = [output async for batch in batches(self) for output in batch]
+        yield [(place, merged([output for number, output in outputs if number == place])) for place in (0, 1)]
+
+    async def test() -> None:
+        async with client() as (http, service):
+            calls = iter(range(10_000))
+
+            def broken(*_: object) -> None:
+                if next(calls) == 10:
+                    raise RuntimeError("a broken kernel")
+
+            service.engine.core.loaded.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
+            monkeypatch.setattr(Run, "batches", at_once)
+            body = {"prompt": [[5], [6]], "ignore_eos": True, "max_tokens": 15, "stream": True}
+            answer = await http.post("/v1/completions", json={**body, "return_token_ids": True})
+            *events, done, end = answer.text.split("\n\n")
+            assert (done, end) == ("data: [DONE]", "")
+            *chunks, error = [json.loads(event.removeprefix("data: ")) for event in events]
+            assert "RuntimeError" in error["error"]["message"]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            assert [(choice["index"], choice["finish_reason"]) for choice in choices] == [(0, "error"), (1, "error")]
+            assert all(9 <= len(choice["token_ids"]) <= 10 for choice in choices)
+
+    run(test())
 
 
 def test_errors_outside_the_engine_are_logged_once(
