@@ -225,7 +225,7 @@ class BeamGroup(RequestGroup):
         child.first_token_time, child.last_token_time = beam.first_token_time, beam.last_token_time
         if beam.slot is None or not scheduler.fork(beam, child):
             scheduler.queue(child)
-        self.requests.append(child)  # so that it falls with the others if a later one cannot be made
+        self.requests = [*self.requests, child]  # so that it falls with the others if a later one cannot be made
         return child
 
     def _complete(self, beam: Request, token: int, total: float, reason: FinishReason) -> None:
