@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self, get_args
 
@@ -203,14 +203,13 @@ class VirtualCache(DynamicCache):
             raise ConfigError(f"repeats: {error}") from None
         self._storage.select([row for row in range(self._storage.count) for _ in range(times)])
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`: row numbers, or a mask. Errors are those of `reorder_cache`."""
+    def batch_select_indices(self, indices: Tensor | Sequence[int] | slice) -> None:
+        """Keeps the rows that `indices` select of a tensor: row numbers, a mask or a slice. Errors are those of
+        `reorder_cache`.
+        """
         self._storage.check_open()
-        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
-            if indices.shape != (self._storage.count,) and any(self._storage.lengths):
-                raise ConfigError(f"a mask {list(indices.shape)} of {self._storage.count} rows; give a flag per row")
-            indices = indices.nonzero().flatten()
-        self._storage.select(_row_numbers(indices))
+        if any(self._storage.lengths):
+            self._storage.select(_selected(self._storage.count, indices))
 
     @property
     def max_context_len(self) -> int:
@@ -478,12 +477,23 @@ def _kept(length: int, tokens_to_remove: object) -> int:
     return max(0, length + tokens) if tokens <= 0 else min(length, tokens)
 
 
+def _selected(count: int, indices: Any) -> list[int]:
+    """The numbers of the rows that torch's indexing selects of so many."""
+    try:
+        rows = torch.arange(count, device="cpu")[indices.cpu() if isinstance(indices, Tensor) else indices, ...]
+        if rows.ndim != 1:
+            raise IndexError("give one dimension")
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{shown(indices)} are no indices of {count} rows: {error}") from None
+    return rows.tolist()
+
+
 def _row_numbers(indices: object) -> list[int]:
     try:
         rows = indices if isinstance(indices, Tensor) else torch.tensor(indices, device="cpu")
         if rows.ndim == 1 and not rows.numel():
             return []
-        if rows.ndim == 1 and not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool):
+        if rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64):  # as `index_select` takes them
             return rows.tolist()
     except (TypeError, ValueError, RuntimeError):
         pass

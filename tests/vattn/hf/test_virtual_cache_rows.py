@@ -10,10 +10,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig
+from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 import vattn
 from tests.support import scripts
@@ -822,6 +823,33 @@ def test_rows_that_are_repeated_go_back_as_far_as_before() -> None:
         cache.check()
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")  # torch's, of a DynamicCache too
+@pytest.mark.parametrize(
+    "indices",
+    [
+        *(torch.tensor([2, 0], dtype=dtype) for dtype in (torch.int64, torch.int32)),
+        *(torch.tensor([1, 0, 1], dtype=dtype) for dtype in (torch.bool, torch.uint8)),
+        *(np.array([1, 0, 1], dtype=dtype) for dtype in (np.int64, np.int16, np.bool_, np.uint8)),
+        [0, -1],
+        (2, 2, 1, 0),
+        range(1, 3),
+        [True, False, True],
+        [torch.tensor(0), torch.tensor(2)],
+        slice(1),
+        slice(None, None, 2),
+    ],
+    ids=str,
+)
+def test_rows_are_selected_as_in_a_dynamic_cache(indices: Any) -> None:
+    cache, keys = filled(3, 10)
+    dynamic = DynamicCache()
+    dynamic.update(keys, keys, 0)
+    for each in (cache, dynamic):
+        each.batch_select_indices(indices)
+    assert torch.equal(cache.layers[0].keys, dynamic.layers[0].keys)
+    cache.close()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "why"),
     [
@@ -833,9 +861,20 @@ def test_rows_that_are_repeated_go_back_as_far_as_before() -> None:
         (lambda cache: cache.reorder_cache(torch.tensor([0.0, 1.0])), vattn.ConfigError, "no row numbers"),
         (lambda cache: cache.reorder_cache(torch.tensor([[0, 1]])), vattn.ConfigError, "no row numbers"),
         (lambda cache: cache.reorder_cache(torch.tensor([True, True])), vattn.ConfigError, "no row numbers"),
+        (
+            lambda cache: cache.reorder_cache(torch.tensor([1, 0], dtype=torch.uint8)),
+            vattn.ConfigError,
+            "no row numbers",
+        ),
         (lambda cache: cache.reorder_cache("01"), vattn.ConfigError, "no row numbers"),
-        (lambda cache: cache.batch_select_indices(torch.tensor([True])), vattn.ConfigError, "a flag per row"),
-        (lambda cache: cache.batch_select_indices(torch.tensor([2])), vattn.ConfigError, "do not exist"),
+        (lambda cache: cache.reorder_cache(torch.tensor([2])), vattn.ConfigError, "do not exist"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), vattn.ConfigError, "of 2 rows: The shape"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2])), vattn.ConfigError, "of 2 rows: index 2 is out"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([[0, 1]])), vattn.ConfigError, "one dimension"),
+        (lambda cache: cache.batch_select_indices(1), vattn.ConfigError, "one dimension"),
+        (lambda cache: cache.batch_select_indices(None), vattn.ConfigError, "one dimension"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([0.0])), vattn.ConfigError, "no indices"),
+        (lambda cache: cache.batch_select_indices("01"), vattn.ConfigError, "no indices"),
     ],
 )
 def test_calls_with_other_than_numbers(call: Callable[[Any], object], error: type[Exception], why: str) -> None:
