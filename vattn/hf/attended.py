@@ -15,9 +15,12 @@ operation sees the keys or values that they stand for.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from multiprocessing.context import get_spawning_popen
 from threading import local
 from typing import Any, NamedTuple
 
@@ -50,6 +53,17 @@ class Attended(Tensor):
             if func in _COPYING:
                 args = tree_map_only(Attended, as_plain, args)
             return func(*args, **(kwargs or {}))
+
+    def __copy__(self) -> Tensor:
+        """Another tensor of the same memory, as torch has it."""
+        return as_plain(self).detach().requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of what this shows. torch would copy, and write to files, all the memory that the cache reserves."""
+        return as_plain(self).detach().clone().requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(*copy.deepcopy(self).__reduce_ex__(protocol))
 
 
 class _Lazy(Attended):
@@ -126,12 +140,26 @@ _REPEATING = {Tensor.__getitem__, Tensor.expand, Tensor.reshape}
 _OPENED = (slice(None), slice(None), None, slice(None), slice(None))
 _OPENING = [*map(type, _OPENED)]
 # These refuse subclasses, before any dispatch.
-_COPYING = {Tensor.__deepcopy__, Tensor.__array__, Tensor.numpy, Tensor.tolist}
+_COPYING = {Tensor.__array__, Tensor.numpy, Tensor.tolist}
 
 
 def as_plain(rows: Tensor) -> Tensor:
     """Keys or values as a tensor without behaviour of its own: the same memory, or what is computed from it."""
     return rows.plain() if isinstance(rows, _Lazy) else rows.as_subclass(Tensor)
+
+
+def reduced(load: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `__reduce__` returns where the tensors in the arguments are copies that nothing else holds."""
+    if get_spawning_popen() is None:
+        return load, arguments
+    # They go to a process that is being started: torch would send descriptors of the tensors' memory, which have to be
+    # open until it has started. These tensors are not.
+    return _load_bytes, (pickle.dumps((load, arguments)),)
+
+
+def _load_bytes(saved: bytes) -> Any:
+    load, arguments = pickle.loads(saved)
+    return load(*arguments)
 
 
 def _repeated(func: Callable[..., Any], rows: Any, *given: Any) -> Repeated | None:

@@ -12,10 +12,8 @@ config but taken from the first update of each layer.
 from __future__ import annotations
 
 import copy
-import pickle
 import traceback
 from collections.abc import Iterator, Sequence
-from multiprocessing.context import get_spawning_popen
 from typing import Any, Self, get_args
 
 import torch
@@ -25,7 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from vattn.config import OF_ONE_GROUP, KVConfig
 from vattn.errors import ConfigError, InvalidLength, UnsupportedModel, VattnError
-from vattn.hf.attended import Attended, as_plain
+from vattn.hf.attended import Attended, as_plain, reduced
 from vattn.hf.storage import Saved, Storage, View
 from vattn.integers import as_int, shown
 from vattn.pool.pool import PagePool
@@ -263,12 +261,7 @@ class VirtualCache(DynamicCache):
             else (*layer[:3], tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in layer[3]))
             for layer in layers
         ]
-        arguments = self._config, self._arguments | {"pool": None}, (*rest, kept)
-        if get_spawning_popen() is None:
-            return _load, arguments
-        # It goes to a process that is being started: torch would send descriptors of the tensors' memory, which have
-        # to be open until it has started. These tensors are not.
-        return _load_bytes, (pickle.dumps(arguments),)
+        return reduced(_load, (self._config, self._arguments | {"pool": None}, (*rest, kept)))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Keys, values and sliding window of every layer, as `DynamicCache` yields and accepts them."""
@@ -579,10 +572,6 @@ class _NoGradient(torch.autograd.Function):
             "assigned to its layers. Compute a prefix that needs none "
             "under torch.no_grad(); train the rest with use_cache=False, or a DynamicCache"
         )
-
-
-def _load_bytes(saved: bytes) -> VirtualCache:
-    return _load(*pickle.loads(saved))
 
 
 def _load(config: PretrainedConfig, arguments: dict[str, Any], saved: Saved) -> VirtualCache:

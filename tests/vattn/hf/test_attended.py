@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -372,12 +373,26 @@ def test_copies_are_plain() -> None:
     rows, plain = coded(1, 2, 5, 8)
     decoded = plain.as_subclass(Attended)
     for each in (rows, decoded):
-        copied = copy.deepcopy(each)
-        assert type(copied) is Tensor
-        assert torch.equal(copied, plain)
+        for copied in (copy.copy(each), copy.deepcopy(each), pickle.loads(pickle.dumps(each))):
+            assert type(copied) is Tensor
+            assert torch.equal(copied, plain)
         assert np.array_equal(each.numpy(), plain.numpy())
         assert np.array_equal(np.asarray(each), plain.numpy())
         assert each.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "coded"])
+def test_only_a_shallow_copy_shares_what_is_written(kind: str) -> None:
+    rows, plain = coded(1, 2, 5, 8)
+    each = rows if kind == "coded" else plain.clone().as_subclass(Attended)
+    shallow, deep, saved = copy.copy(each), copy.deepcopy(each), pickle.dumps(each)
+    each.zero_()
+    assert not shallow.any()
+    assert torch.equal(deep, plain)
+    assert torch.equal(pickle.loads(saved), plain)
+    shallow.fill_(1)
+    deep.fill_(2)
+    assert bool((each == 1).all())
 
 
 def test_several_queries() -> None:

@@ -22,6 +22,7 @@ from bench.harness.models import CACHE
 from tests.support import forks, scripts, target
 from tests.support.tiny_models import make_model, make_prompts
 from tests.support.waiting import Background
+from vattn.hf.attended import Attended
 from vattn.pool import shared as shared_pool
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
@@ -54,6 +55,14 @@ def generated(model: transformers.PreTrainedModel, cache: Any) -> list[list[int]
     ids = torch.cat([IDS, MORE], dim=1)
     output: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **GREEDY)
     return output.tolist()
+
+
+def sent_to_a_spawned_process(argument: object) -> Any:
+    context.set_spawning_popen(object())  # type: ignore[arg-type]
+    try:
+        return reduction.ForkingPickler.dumps(argument)
+    finally:
+        context.set_spawning_popen(None)
 
 
 # Tensors that are kept
@@ -266,6 +275,24 @@ def test_a_pickled_cache_is_as_long_as_its_tokens(model: transformers.PreTrained
         assert len(pickle.dumps(cache)) < cache.stats().live_bytes + 20_000
 
 
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_what_is_pickled_of_an_update_is_as_long_as_its_tokens(model: transformers.PreTrainedModel, dtype: str) -> None:
+    """Also a copy of it, and what is sent to a process; the storage behind it is all that the cache reserves."""
+    with vattn.VirtualCache(model, **OPTIONS | {"max_context_len": 100_000}, kv_cache_dtype=dtype) as cache:
+        with torch.no_grad():
+            stored = cache.update(*torch.randn(2, 2, 2, 5, 8), 0)
+        for rows in stored:
+            assert isinstance(rows, Attended)
+            file = io.BytesIO()
+            torch.save(rows, file)
+            assert torch.equal(torch.load(io.BytesIO(file.getvalue())), rows)
+            assert len(file.getvalue()) < rows.nbytes + 5_000
+            for sent in (pickle.dumps(rows), sent_to_a_spawned_process(rows)):
+                assert torch.equal(pickle.loads(sent), rows)
+                assert len(sent) < rows.nbytes + 5_000
+            assert copy.deepcopy(rows).untyped_storage().nbytes() == rows.nbytes
+
+
 def test_a_pickled_cache_loads_in_another_process(model: transformers.PreTrainedModel, tmp_path: Any) -> None:
     with filled(model) as cache:
         (tmp_path / "cache").write_bytes(pickle.dumps(cache))
@@ -367,12 +394,7 @@ def test_a_cache_is_an_argument_of_a_process_that_is_spawned(model: transformers
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         with torch.no_grad():
             model(IDS, **{CACHE: cache})
-        context.set_spawning_popen(object())  # type: ignore[arg-type]
-        try:
-            sent = reduction.ForkingPickler.dumps(cache)
-        finally:
-            context.set_spawning_popen(None)
-        with pickle.loads(sent) as again, torch.no_grad():
+        with pickle.loads(sent_to_a_spawned_process(cache)) as again, torch.no_grad():
             assert same(taken(again), taken(cache))
 
 
