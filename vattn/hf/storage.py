@@ -464,13 +464,13 @@ class Storage:
         return (rows.data_ptr(), rows.stride(), rows.dtype) == (mine.data_ptr(), mine.stride(), mine.dtype)
 
     def saved(self) -> Saved:
-        """The stored tokens, as views."""
+        """The stored tokens, as views; of an initialized layer without tokens, that there are none."""
         self.check_open()
         self._check_even()
         layers: list[SavedLayer | None] = [None] * len(self.views)
         for index, view in enumerate(self.views):
             length = self.lengths[index]
-            if view is not None and length:
+            if view is not None and self.initialized[index]:
                 first = self.first_kept(index)
                 stored = tuple(tensor.narrow(2, first, length - first) for tensor in view.stored)
                 layers[index] = (length, first, view.dtype, stored)

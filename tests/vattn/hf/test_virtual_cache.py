@@ -764,7 +764,7 @@ def test_early_initialization(model: transformers.PreTrainedModel, want: Tensor)
 
 
 def test_a_reset_cache_is_as_before_its_first_update(model: transformers.PreTrainedModel) -> None:
-    """As a DynamicCache: models recognise a prompt by it, also where the cache is used again."""
+    """As a DynamicCache: models recognise a prompt by it, also where the cache is used again, or a copy of it."""
     caches = vattn.VirtualCache(model, **OPTIONS), DynamicCache(config=model.config)
 
     def state(cache: Any) -> list[Any]:
@@ -785,8 +785,11 @@ def test_a_reset_cache_is_as_before_its_first_update(model: transformers.PreTrai
                 call(cache)
             assert state(caches[0]) == state(caches[1])
             caches[0].check()
-        model(IDS, **{CACHE: caches[0]})
-        assert copy.deepcopy(caches[0]).is_initialized
+            with copy.deepcopy(caches[0]) as copied, pickle.loads(pickle.dumps(caches[0])) as loaded:
+                for each in (copied, loaded):
+                    assert state(each) == state(caches[1])
+                    each.check()
+                    model(IDS[:, :1], **{CACHE: each})
 
 
 def test_inference_mode_and_outside_of_it(model: transformers.PreTrainedModel, want: Tensor) -> None:
