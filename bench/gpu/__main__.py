@@ -41,7 +41,7 @@ from bench.harness.timing import LoadMeter
 
 CALL_SECONDS = 570  # one call, the build included: some machines are lent for ten minutes at a time
 BUILD_SECONDS = 90
-_PATIENCE_WITH_STUB = 30  # times the seconds of a part: there no machine is waited for, and other programs may run
+_PATIENCE_WITH_STUB = 30  # times the seconds of a part: over the stub, tests run it beside other load
 
 _ROOT = Path(__file__).parents[2]
 _SECONDS_TO_DIE = 10

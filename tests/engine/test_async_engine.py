@@ -577,7 +577,18 @@ def test_log_probabilities_of_streams_that_were_added_together_wait_under_one_li
     async def test() -> None:
         prompts = make_prompts([3, 4, 5, 6, 7, 8, 9, 10])
         params = SamplingParams(temperature=0, max_tokens=100, logprobs=4, ignore_eos=True)
-        async with serving(make_llm(), max_waiting_logprobs=500) as engine:
+        llm, loop = make_llm(), asyncio.get_running_loop()
+        step = llm.core.step
+
+        def after_the_last() -> list[RequestOutput]:
+            """A step, once the outputs of the one before wait in their streams."""
+            handed = threading.Event()
+            loop.call_soon_threadsafe(handed.set)
+            assert handed.wait(SECONDS)
+            return step()
+
+        llm.core.step = after_the_last  # type: ignore[method-assign]
+        async with serving(llm, max_waiting_logprobs=500) as engine:
             alone = [await engine.add(prompt, params) for prompt in prompts]
             together = await engine.add_all(prompts, params)
             await until(lambda: engine.num_unfinished == 0)
